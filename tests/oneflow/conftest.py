@@ -1,6 +1,6 @@
 """Tests of OneFlow have an environment of their own: Python 3.10, oneflow 0.9.0, torch 2.4.1 (.ci/run makes it).
 
-Anywhere else each of them is skipped, with the sentence that a user would read.
+In other environments each of them is skipped, with the sentence that a user would read.
 """
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lib_onediff.devices.oneflow.gate import OneFlowGate
 from lib_onediff.runtime.runtime import runtime
 
 HERE = Path(__file__).parent
-# Theirs are the small UNets.
+# These tests use the small UNets of the unit tests.
 sys.path.append(str(HERE.with_name("unit")))
 torch.set_num_threads(1)
 

@@ -1,4 +1,5 @@
-"""What OneFlow's compiler does to a process, and environments in which it cannot be used: each has its sentence."""
+"""OneFlow's compiler: its failures and its limit, compiling in the background, and the reasons in environments in which
+it cannot be used."""
 from __future__ import annotations
 
 import os
@@ -13,7 +14,7 @@ import torch
 pytest.importorskip("diffusers")
 
 from builders import SMALL, a_call, diffusers_output, diffusers_unet
-from oneflow_builders import Ours, agree
+from oneflow_builders import Ours, close
 
 from lib_onediff.core.settings import Settings
 from lib_onediff.devices.oneflow.gate import OneFlowGate
@@ -32,7 +33,7 @@ import sys
 sys.path[:0] = sys.argv[1:]
 import torch
 from builders import SMALL, a_call, diffusers_output, diffusers_unet
-from oneflow_builders import Ours, agree
+from oneflow_builders import Ours, close
 from lib_onediff.devices.oneflow.route import OneFlow
 from lib_onediff.families.registry import FAMILIES
 from dataclasses import replace
@@ -40,44 +41,48 @@ from dataclasses import replace
 torch.set_grad_enabled(False)
 graphs = OneFlow(FAMILIES.output)
 unet = diffusers_unet(**SMALL)
-good, call = Ours(unet, graphs), a_call(unet)
-good.output(call)
+compiled, call = Ours(unet, graphs), a_call(unet)
+compiled.output(call)
 # OneFlow has no convolution in float16 for the CPU, and finds that out when it plans.
 in_half = diffusers_unet(**SMALL).half()
 for size in (8, 16):
     given = a_call(unet, size, size)
     print(Ours(in_half, graphs).runner(replace(given, latent=given.latent.half())))
-print(good.runner(a_call(unet, 16, 8)))
-assert agree(good.output(call), diffusers_output(unet, call))
-print("what there was still runs")
+print(compiled.runner(a_call(unet, 16, 8)))
+assert close(compiled.output(call), diffusers_output(unet, call))
+print("the earlier graph still runs")
 """
 
 
-def test_after_a_failure_nothing_is_compiled() -> None:
+def test_after_a_failed_compilation_earlier_graphs_run_and_no_further_one_is_compiled() -> None:
+    """OneFlow's compiler is broken for the rest of the process, which is why this test has its own. All refusals are
+    the same sentence, which asks for a restart."""
     here = Path(__file__).parent
     paths = [str(here), str(here.with_name("unit")), str(here.parent), str(here.parents[1])]
     ended = subprocess.run(
         [sys.executable, "-c", AFTER_A_FAILURE, *paths], capture_output=True, text=True, timeout=300, check=False
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
-    *refusals, last = [line for line in ended.stdout.splitlines() if line.startswith(("OneFlow", "what"))]
-    assert last == "what there was still runs"
+    *refusals, last = [line for line in ended.stdout.splitlines() if line.startswith(("OneFlow", "the earlier"))]
+    assert last == "the earlier graph still runs"
     assert len(refusals) == 3 and len(set(refusals)) == 1
     assert refusals[0].startswith("OneFlow failed to compile (") and "restart" in refusals[0]
 
 
-def test_a_cap_on_graphs() -> None:
+def test_beyond_the_limit_no_graph_is_compiled_and_earlier_ones_run() -> None:
+    """OneFlow does not free compiled graphs, so that only a restart does. Here the limit is one graph."""
     unet = diffusers_unet(**SMALL)
     ours = Ours(unet, OneFlow(FAMILIES.output, most=1))
     call = a_call(unet)
     ours.output(call)
     refusal = ours.runner(a_call(unet, 8, 16))
     assert refusal.startswith("OneFlow has compiled 1 graphs") and "restart" in refusal
-    assert agree(ours.output(call), diffusers_output(unet, call))
+    assert close(ours.output(call), diffusers_output(unet, call))
     assert MOST_GRAPHS > 1
 
 
-def test_it_compiles_in_the_background() -> None:
+def test_a_graph_is_compiled_in_the_background_while_the_host_computes_steps() -> None:
+    """Unless the call is a warm-up, which waits."""
     unet = diffusers_unet(**SMALL)
     ours = Ours(unet, OneFlow(FAMILIES.output))
     call = a_call(unet)
@@ -89,10 +94,11 @@ def test_it_compiles_in_the_background() -> None:
         diffusers_output(unet, call)
         steps += 1
     assert steps > 1
-    assert agree(runner.run(call), diffusers_output(unet, call))
+    assert close(runner.run(call), diffusers_output(unet, call))
 
 
-def test_a_model_that_goes_while_its_graph_is_compiled() -> None:
+def test_a_unet_that_is_deleted_while_its_graph_is_compiled_causes_no_failure() -> None:
+    """A failure would end the use of OneFlow until a restart."""
     unet = diffusers_unet(**SMALL)
     ours = Ours(unet, OneFlow(FAMILIES.output))
     call = a_call(unet)
@@ -104,7 +110,8 @@ def test_a_model_that_goes_while_its_graph_is_compiled() -> None:
     assert ours.graphs.count == 1 and not ours.graphs.failure
 
 
-def test_what_it_is_told_of_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_sets_oneflows_variables_for_the_precision_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OneFlow reads these environment variables at each run: "1" for sums in half precision, "0" otherwise."""
     unet = diffusers_unet(**SMALL)
     ours = Ours(unet)
     call = a_call(unet)
@@ -112,13 +119,13 @@ def test_what_it_is_told_of_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = runner.graph
     seen = []
 
-    def watched(*given: object) -> object:
+    def recorded(*given: object) -> object:
         seen.append((os.environ.get(ONEFLOW_MATMUL), os.environ.get(ONEFLOW_CONVOLUTION)))
         return graph(*given)
 
-    monkeypatch.setenv(ONEFLOW_MATMUL, "as it was")
-    monkeypatch.setenv(ONEFLOW_CONVOLUTION, "as it was")
-    runner.graph = watched
+    monkeypatch.setenv(ONEFLOW_MATMUL, "the user's")
+    monkeypatch.setenv(ONEFLOW_CONVOLUTION, "the user's")
+    runner.graph = recorded
     for chosen in (Settings(accumulation="half"), Settings()):
         runner.variables = oneflow_variables(chosen)
         runner.run(call)
@@ -126,19 +133,21 @@ def test_what_it_is_told_of_precision(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reason_with(folder: Path) -> str | None:
-    """With this folder's packages before all others."""
+    """Why OneFlow cannot be used if Python finds the packages of this folder before all others."""
     gate = OneFlowGate(environment={**os.environ, "PYTHONPATH": str(folder)})
     return gate.why_not(torch.device("cpu"), torch.float32)
 
 
-def test_a_torch_that_shares_no_memory(tmp_path: Path) -> None:
+def test_the_reason_names_what_is_missing_in_a_torch_that_cannot_share_memory(tmp_path: Path) -> None:
+    """sitecustomize.py runs when the process starts in which the gate tries OneFlow."""
     (tmp_path / "usercustomize.py").write_text("")
     (tmp_path / "sitecustomize.py").write_text("import torch\n\ndel torch.to_dlpack\n")
     reason = reason_with(tmp_path)
     assert reason.startswith(f"OneFlow failed with torch {torch.__version__} ") and "to_dlpack" in reason
 
 
-def test_a_graph_that_computes_something_else(tmp_path: Path) -> None:
+def test_the_reason_says_if_oneflows_results_differ_from_torchs(tmp_path: Path) -> None:
+    """Here torch's SiLU is 1 % too large in the process in which the gate tries OneFlow."""
     (tmp_path / "sitecustomize.py").write_text(
         "import torch\n\nplain = torch.nn.functional.silu\ntorch.nn.functional.silu = lambda x: plain(x) * 1.01\n"
     )

@@ -20,7 +20,7 @@ def random(*shape: int) -> Tensor:
 
 @pytest.mark.parametrize("key_heads", [6, 2, 1])
 @pytest.mark.parametrize("masked", [False, True])
-def test_attention_with_masks_and_fewer_heads_of_keys(key_heads: int, masked: bool) -> None:
+def test_attention_with_masks_and_fewer_heads_of_keys_is_close_to_that_in_float64(key_heads: int, masked: bool) -> None:
     from oneflow.utils.tensor import from_torch, to_torch
 
     from lib_onediff.devices.oneflow.operators import OneFlowOperators
@@ -29,7 +29,7 @@ def test_attention_with_masks_and_fewer_heads_of_keys(key_heads: int, masked: bo
     key = random(2, key_heads, 11, 16)
     value = random(2, key_heads, 11, 16) / 2
     mask = random(2, 6, 7, 11) > 0
-    # Of one image a query, of the other one nothing is seen.
+    # One query of the first image, and all of the second, may attend to no key.
     mask[0, 2, 3] = False
     mask[1] = False
     given = from_torch(mask.to(torch.uint8)) > 0 if masked else None
@@ -39,7 +39,7 @@ def test_attention_with_masks_and_fewer_heads_of_keys(key_heads: int, masked: bo
 
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("gate_first", [False, True])
-def test_gated_units(activation: Activation, gate_first: bool) -> None:
+def test_gated_units_are_close_to_torchs(activation: Activation, gate_first: bool) -> None:
     from oneflow.utils.tensor import from_torch, to_torch
 
     from lib_onediff.devices.oneflow.operators import OneFlowOperators

@@ -1,4 +1,4 @@
-"""The backend oneflow, as a user chooses it."""
+"""The backend oneflow, as a user chooses it: when it serves, and what serves instead."""
 from __future__ import annotations
 
 import time
@@ -10,7 +10,7 @@ from torch import nn
 pytest.importorskip("diffusers")
 
 from builders import SMALL, SMALL_XL, a_call, diffusers_output, diffusers_unet, served
-from oneflow_builders import agree
+from oneflow_builders import close
 from samplings import STEPS, Rig, call_of, equal_distances, few_steps_suffice, passes  # noqa: F401
 
 from lib_onediff import compile_unet, status, uncompile_unet
@@ -18,61 +18,65 @@ from lib_onediff.devices.oneflow.gate import OneFlowGate
 from lib_onediff.runtime.runtime import runtime
 
 
-def now() -> tuple[str, str]:
+def last_backend_and_route() -> tuple[str, str]:
     return status()["backend"], status()["route"]
 
 
-def test_it_serves_once_it_is_ready() -> None:
+def test_eager_serves_until_oneflows_graph_is_compiled_and_checked_and_then_oneflow() -> None:
+    """All outputs are close to diffusers'; uncompiled, the UNet's output is diffusers' to the bit."""
     unet = compile_unet(diffusers_unet(**SMALL_XL), backend="oneflow")
     call = a_call(unet)
     seen = []
     until = time.monotonic() + 240
-    while now() != ("oneflow", "graph") and time.monotonic() < until:
-        assert agree(served(unet, call), diffusers_output(unet, call))
-        seen.append((*now(), status()["reason"]))
+    while last_backend_and_route() != ("oneflow", "graph") and time.monotonic() < until:
+        assert close(served(unet, call), diffusers_output(unet, call))
+        seen.append((*last_backend_and_route(), status()["reason"]))
     assert seen[0][:2] == ("eager", "plain") and "OneFlow" in seen[0][2]
     assert seen[-1] == ("oneflow", "graph", "")
-    # It was checked against the host.
+    # The runtime has compared the graph's first output with the host's.
     [entry] = [entry for entry in runtime.table.entries() if entry.key.backend == "oneflow"]
     assert 0 < entry.relative_error < 1e-5
     uncompile_unet(unet)
     assert torch.equal(served(unet, call), diffusers_output(unet, call))
 
 
-def test_patience_edits_and_exchanges() -> None:
+def test_in_a_warm_up_oneflow_serves_every_size_and_the_present_weights() -> None:
+    """A warm-up waits for the compilation. Then parameters are edited in place, and one is replaced."""
     unet = compile_unet(diffusers_unet(**SMALL), backend="oneflow")
     with runtime.warming_up():
         for seed, size in enumerate([(8, 8), (16, 8), (8, 8)]):
             call = a_call(unet, *size, seed=seed)
-            assert agree(served(unet, call), diffusers_output(unet, call))
-            assert now() == ("oneflow", "graph")
+            assert close(served(unet, call), diffusers_output(unet, call))
+            assert last_backend_and_route() == ("oneflow", "graph")
         for parameter in unet.parameters():
             parameter.mul_(1.05)
-        assert agree(served(unet, call), diffusers_output(unet, call))
+        assert close(served(unet, call), diffusers_output(unet, call))
         unet.conv_in.weight = nn.Parameter(torch.randn_like(unet.conv_in.weight) * 0.1)
         call = a_call(unet, seed=9)
-        assert agree(served(unet, call), diffusers_output(unet, call))
-        assert now() == ("oneflow", "graph")
+        assert close(served(unet, call), diffusers_output(unet, call))
+        assert last_backend_and_route() == ("oneflow", "graph")
 
 
-def test_where_it_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OneFlowGate, "why_not", lambda *given: "OneFlow has no luck today")
+def test_eager_serves_with_the_reason_where_oneflow_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "OneFlow is not installed"
+    monkeypatch.setattr(OneFlowGate, "why_not", lambda *given: reason)
     unet = compile_unet(diffusers_unet(**SMALL), backend="oneflow")
     call = a_call(unet)
-    assert agree(served(unet, call), diffusers_output(unet, call))
-    assert (*now(), status()["reason"]) == ("eager", "plain", "OneFlow has no luck today")
+    assert close(served(unet, call), diffusers_output(unet, call))
+    assert (*last_backend_and_route(), status()["reason"]) == ("eager", "plain", reason)
 
 
-def test_deepcache_is_for_others() -> None:
+def test_with_deepcache_eager_computes_all_steps_and_the_reason_names_oneflow() -> None:
+    """OneFlow does not compute cached passes. Full passes are at steps 0, 3 and 6."""
     rig = Rig(SMALL, backend="oneflow")
     reasons = []
     for _ in range(2):
         rig.begin(STEPS[:7])
         for step in STEPS[:7]:
             rig.run(call_of(rig.unet, step))
-            now = rig.runtime.status()
-            assert now["backend"] == "eager" and "OneFlow" in now["reason"]
-            reasons.append(now["reason"])
-        # It is tried meanwhile.
+            current = rig.runtime.status()
+            assert current["backend"] == "eager" and "OneFlow" in current["reason"]
+            reasons.append(current["reason"])
+        # Let the gate try OneFlow before the second sampling.
         rig.runtime.devices.named("oneflow")._gate.why_not(torch.device("cpu"), torch.float32)
     assert rig.log[7:] == passes([0, 3, 6], 7) and "the steps that DeepCache shortens" in reasons[-1], reasons

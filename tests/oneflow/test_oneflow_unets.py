@@ -11,7 +11,7 @@ pytest.importorskip("diffusers")
 
 import builders
 from builders import a_call, diffusers_output, diffusers_unet
-from oneflow_builders import GRAPHS, Ours, agree
+from oneflow_builders import GRAPHS, Ours, close
 
 from lib_onediff.core.leaves import TimeEmbedding
 from lib_onediff.devices.torch import operators as torch_ops
@@ -20,23 +20,24 @@ from lib_onediff.families.unet.call import Control
 
 
 @pytest.mark.parametrize("layout", ["SD1", "SDXL"])
-def test_returning_to_an_earlier_shape_compiles_no_new_graph(layout: str) -> None:
+def test_each_size_has_one_graph_and_its_output_is_close_to_diffusers(layout: str) -> None:
     unet = diffusers_unet(**getattr(builders, layout))
     ours = Ours(unet)
     before = GRAPHS.count
     for size, graphs in (((8, 8), 1), ((16, 8), 2), ((8, 8), 2)):
         call = a_call(unet, *size)
-        assert agree(ours.output(call), diffusers_output(unet, call))
+        assert close(ours.output(call), diffusers_output(unet, call))
         assert GRAPHS.count - before == graphs
 
 
-def test_sizes_that_do_not_halve_and_attention_in_float32() -> None:
+def test_odd_sizes_and_attention_in_float32_are_close_to_diffusers() -> None:
     unet = diffusers_unet(**builders.SMALL)
     for call in (a_call(unet, 9, 13, batch=1), replace(a_call(unet), upcast_attention=True)):
-        assert agree(Ours(unet).output(call), diffusers_output(unet, call))
+        assert close(Ours(unet).output(call), diffusers_output(unet, call))
 
 
-def test_tiling() -> None:
+def test_with_circular_padding_the_output_is_close_to_diffusers() -> None:
+    """As WebUIs set it for tiling images."""
     unet = diffusers_unet(**builders.SMALL)
     call = a_call(unet)
     ours = Ours(unet)
@@ -46,10 +47,11 @@ def test_tiling() -> None:
             module.padding_mode = "circular"
             module._reversed_padding_repeated_twice = [module.padding[0]] * 4
     tiled = diffusers_output(unet, call)
-    assert agree(ours.output(call), tiled) and not agree(tiled, plain)
+    assert close(ours.output(call), tiled) and not close(tiled, plain)
 
 
-def test_control() -> None:
+def test_one_graph_adds_the_controlnet_residuals_of_each_call() -> None:
+    """Compared with our forward by torch's operators, because diffusers takes residuals in another form."""
     unet = diffusers_unet(**builders.SMALL)
     call = a_call(unet)
     ours = Ours(unet)
@@ -59,13 +61,14 @@ def test_control() -> None:
     residual = torch.randn(2, 16, 8, 8)
     call = replace(call, control=Control(input=(None, residual), output=(None, None, None, residual)))
     expected = deepcache.full_pass(layout, weights, torch_ops, call, 1)[0]
-    assert agree(ours.output(call), expected)
-    # Other residuals, by the same graph.
+    assert close(ours.output(call), expected)
+    # Other residuals of the same shapes.
     other = replace(call, control=Control(input=(None, residual * 2), output=(None, None, None, residual * 3)))
-    assert agree(ours.output(other), deepcache.full_pass(layout, weights, torch_ops, other, 1)[0])
+    assert close(ours.output(other), deepcache.full_pass(layout, weights, torch_ops, other, 1)[0])
 
 
-def test_another_prompt_and_another_step_need_no_other_graph() -> None:
+def test_one_graph_serves_all_prompts_and_timesteps_and_changes_no_earlier_output() -> None:
+    """Timesteps may also be integers."""
     unet = diffusers_unet(**builders.SMALL_XL)
     ours = Ours(unet)
     call = a_call(unet)
@@ -74,18 +77,17 @@ def test_another_prompt_and_another_step_need_no_other_graph() -> None:
     graphs = GRAPHS.count
     for seed in (1, 2):
         other = a_call(unet, seed=seed)
-        assert agree(ours.output(other), diffusers_output(unet, other))
-    whole = replace(call, timestep=torch.tensor([500, 20]))
-    assert agree(ours.output(whole), diffusers_output(unet, whole))
+        assert close(ours.output(other), diffusers_output(unet, other))
+    integers = replace(call, timestep=torch.tensor([500, 20]))
+    assert close(ours.output(integers), diffusers_output(unet, integers))
     assert GRAPHS.count == graphs
-    # An output belongs to whoever asked for it.
-    assert torch.equal(first, kept)
+    assert torch.equal(first, kept), "a later run has written to an output"
 
 
 @pytest.mark.parametrize("time", [
     TimeEmbedding(320, True, 0.0, 1.0, None, None, None), TimeEmbedding(32, False, 1.0, 0.5, None, None, None),
 ])
-def test_sinusoids(time: TimeEmbedding) -> None:
+def test_the_sinusoids_of_a_timestep_are_close_to_torchs(time: TimeEmbedding) -> None:
     from oneflow.utils.tensor import from_torch, to_torch
 
     from lib_onediff.devices.oneflow.operators import OneFlowOperators

@@ -1,4 +1,5 @@
-"""OneFlow reads the host's own weights where they lie: edits are seen, and what lies elsewhere has another graph."""
+"""OneFlow's graphs read the host's own weights at their addresses: edits in place take effect, and a parameter at
+another address needs another graph."""
 from __future__ import annotations
 
 import gc
@@ -11,27 +12,27 @@ from torch import nn
 pytest.importorskip("diffusers")
 
 from builders import SMALL, SMALL_XL, a_call, diffusers_output, diffusers_unet
-from oneflow_builders import GRAPHS, Ours, agree
+from oneflow_builders import GRAPHS, Ours, close
 
 from lib_onediff.devices.oneflow.route import STRIDED
 
 
-def test_edits_in_place() -> None:
+def test_edits_in_place_are_in_the_output_of_the_same_graph() -> None:
     unet = diffusers_unet(**SMALL_XL)
     ours = Ours(unet)
     call = a_call(unet)
     before = ours.output(call)
     graphs = GRAPHS.count
     for parameter in unet.parameters():
-        # As a LoRA does: there is less to see of what is the same everywhere.
+        # Random, as a LoRA's: norms would undo the same change of all numbers.
         parameter.add_(torch.randn_like(parameter) * parameter.abs().mean() * 0.1)
     expected = diffusers_output(unet, call)
-    assert not agree(before, expected)
-    assert agree(ours.output(call), expected)
+    assert not close(before, expected)
+    assert close(ours.output(call), expected)
     assert GRAPHS.count == graphs
 
 
-def test_a_replaced_parameter() -> None:
+def test_a_replaced_parameter_has_another_graph_and_the_old_one_its_old_graph() -> None:
     unet = diffusers_unet(**SMALL)
     ours = Ours(unet)
     call = a_call(unet)
@@ -39,31 +40,32 @@ def test_a_replaced_parameter() -> None:
     graphs = GRAPHS.count
     old = unet.conv_out.weight
     unet.conv_out.weight = nn.Parameter(torch.randn_like(old) * 0.1)
-    assert agree(ours.output(call), diffusers_output(unet, call))
+    assert close(ours.output(call), diffusers_output(unet, call))
     assert GRAPHS.count == graphs + 1
-    # The old one lies where it lay.
+    # Its address is the one that the first graph reads.
     unet.conv_out.weight = old
-    assert agree(ours.output(call), diffusers_output(unet, call))
+    assert close(ours.output(call), diffusers_output(unet, call))
     assert GRAPHS.count == graphs + 1
 
 
-def test_a_graph_keeps_no_weights() -> None:
-    class Watched(bytearray):
-        """Memory that says when it is gone."""
+def test_a_graph_does_not_keep_the_weights_of_a_deleted_unet() -> None:
+    class Memory(bytearray):
+        """Bytes to which there can be a weak reference."""
 
     unet = diffusers_unet(**SMALL)
     ours = Ours(unet)
     call = a_call(unet)
     old = unet.conv_in.weight.data
-    memory = Watched(old.numpy().tobytes())
+    memory = Memory(old.numpy().tobytes())
     unet.conv_in.weight.data = torch.frombuffer(memory, dtype=old.dtype).view(old.shape)
-    assert agree(ours.output(call), diffusers_output(unet, call))
-    gone = weakref.ref(memory)
+    assert close(ours.output(call), diffusers_output(unet, call))
+    reference = weakref.ref(memory)
     del memory, unet, ours
     gc.collect()
-    assert gone() is None
+    assert reference() is None
 
 
-def test_weights_in_another_order() -> None:
+def test_channels_last_weights_are_refused() -> None:
+    """OneFlow can share only contiguous memory."""
     unet = diffusers_unet(**SMALL).to(memory_format=torch.channels_last)
     assert Ours(unet).runner(a_call(unet)).startswith(STRIDED.split("{")[0])

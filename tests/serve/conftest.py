@@ -1,4 +1,4 @@
-"""Serving by Ray: `.ci/nightly` installs it, and elsewhere these tests are skipped."""
+"""Fixtures for the tests of Ray Serve. `.ci/nightly` installs Ray; without it, these tests are skipped."""
 from __future__ import annotations
 
 import os
@@ -17,18 +17,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="session")
 def url() -> Iterator[str]:
-    """Where a Ray of this machine alone answers HTTP."""
+    """The address of Ray Serve's HTTP server, for a Ray cluster of this machine alone."""
     ray = pytest.importorskip("ray", reason="Ray is not installed; see .ci/nightly")
     from ray import serve
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # What the replicas' processes inherit; the model's loader lies beside this file.
+    # The replicas' processes inherit these. The model's loader is in this file's folder.
     os.environ.update(
         PYTHONPATH=os.pathsep.join([str(ROOT), str(Path(__file__).parent), *sys.path]), OMP_NUM_THREADS="1",
         CUDA_VISIBLE_DEVICES="",
-        # Otherwise Ray makes a token and leaves it in the user's home.
+        # Otherwise Ray makes a token and stores it in the user's home.
         RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_USAGE_STATS_ENABLED="0",
     )
     # Not in pytest's own folder, whose name is too long for Ray's sockets.

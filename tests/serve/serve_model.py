@@ -1,4 +1,4 @@
-"""The demo's model, which writes down what was made by which process."""
+"""The demo's model with a record of which process has made which image."""
 from __future__ import annotations
 
 import os
@@ -14,8 +14,8 @@ LOADING_SECONDS = 2.0
 
 
 class Load:
-    """made: a file that gets a line "pid seed width height" for each image that was begun, and "pid ready" for each
-    replica that was loaded."""
+    """Loads the model of a replica, in LOADING_SECONDS. made: a file that gets a line "pid seed width height" for each
+    image that is begun."""
 
     def __init__(self, made: Path) -> None:
         self.made = made
@@ -25,12 +25,12 @@ class Load:
         pipe = tiny_sd15_pipeline()
         made = self.made
 
-        class Told(type(pipe)):  # type: ignore[misc]
+        class Recorded(type(pipe)):  # type: ignore[misc]
             def __call__(self, *args: Any, **options: Any) -> Any:
                 seed = options["generator"].initial_seed()
                 with made.open("a") as lines:
                     lines.write(f"{os.getpid()} {seed} {options['width']} {options['height']}\n")
                 return super().__call__(*args, **options)
 
-        pipe.__class__ = Told
+        pipe.__class__ = Recorded
         return pipe

@@ -1,4 +1,5 @@
-"""Two replicas behind HTTP, on a CPU with the demo's model: ends, kills, warmth."""
+"""Two replicas of Ray Serve behind HTTP, on a CPU with the demo's model: a killed replica, warming up, refusals, and
+the end of the service."""
 from __future__ import annotations
 
 import collections
@@ -71,12 +72,12 @@ class Service:
         return requests.post(f"{self.url}/image", json=body, timeout=SECONDS)
 
     def made(self) -> list[Made]:
-        """Without the warm-up's, whose seed is 0."""
+        """The images that were begun, without those of the warm-up, whose seed is 0."""
         lines = self._file.read_text().splitlines() if self._file.exists() else []
         return [made for line in lines if (made := Made(*map(int, line.split()))).seed]
 
     def warmed(self) -> collections.Counter[int]:
-        """How many sizes each process has made ready."""
+        """How many sizes each process has made ready, by process id."""
         lines = self._file.read_text().splitlines() if self._file.exists() else []
         return collections.Counter(int(pid) for pid, seed, *_ in map(str.split, lines) if seed == "0")
 
@@ -93,7 +94,9 @@ def size_of(answer: requests.Response) -> tuple[int, int]:
     return size
 
 
-def test_every_request_is_answered_once_though_a_replica_is_killed(service: Service) -> None:
+def test_every_request_gets_its_own_image_though_a_replica_is_killed(service: Service) -> None:
+    """After 60 of 200 answers, the replica that began the last image is killed. Its image is made again by the other,
+    and the same to the bit; a new replica takes its place."""
     service.start(limits=Limits(waiting=REQUESTS))
     service.wait_until_ready(2)
     assert list(service.warmed().values()) == [len(SIZES)] * 2
@@ -111,7 +114,7 @@ def test_every_request_is_answered_once_though_a_replica_is_killed(service: Serv
     with ThreadPoolExecutor(CLIENTS) as clients:
         asked = [clients.submit(client, seed) for seed in wanted]
         assert enough.wait(SECONDS)
-        # Who has begun an image last is most likely in the middle of it.
+        # The replica that has begun an image last is most likely in the middle of it.
         killed.append(service.made()[-1].pid)
         os.kill(killed[0], signal.SIGKILL)
         for done in asked:
@@ -119,37 +122,43 @@ def test_every_request_is_answered_once_though_a_replica_is_killed(service: Serv
     assert set(answers) == set(wanted) and all(len(got) == 1 for got in answers.values())
     for seed, (answer,) in answers.items():
         assert size_of(answer) == wanted[seed] and answer.headers["X-OneDiff-Seed"] == str(seed)
-    # Images differ by their seeds: nobody got another's.
+    # Images differ by their seeds: no request got another's image.
     assert len({answer.content for (answer,) in answers.values()}) == REQUESTS
     made = service.made()
     assert {now.seed for now in made} == set(wanted)
     twice = [seed for seed, count in collections.Counter(now.seed for now in made).items() if count > 1]
-    # At most the one in whose middle the replica ended, and the one whose answer was on its way.
+    # At most the image that the replica was making, and the one whose answer was on its way.
     assert len(twice) <= 2 and len(made) == REQUESTS + len(twice)
     before = {now.pid for now in made}
     assert killed[0] in before
-    said = service.wait_until_ready(2)
-    assert said["answered"] == REQUESTS and said["waiting"] == 0
-    # The same request makes the same image, whoever makes it.
+    status = service.wait_until_ready(2)
+    assert status["answered"] == REQUESTS and status["waiting"] == 0
+    # Either replica makes the same image for the same request.
     for seed in (1, 2, *twice):
         assert service.ask(seed, wanted[seed]).content == answers[seed][0].content
 
 
-def test_not_ready_before_a_replica_is_warm_and_refuses_what_is_too_much(service: Service) -> None:
+def test_the_service_is_ready_only_after_a_replica_has_warmed_up_every_size(service: Service) -> None:
     began = time.monotonic()
-    starting = threading.Thread(target=service.start, kwargs={"limits": Limits(pixels=96 * 96, steps=5)})
+    starting = threading.Thread(target=service.start)
     starting.start()
-    said = []
-    while not said or said[-1].status_code != 200:
-        said.append(service.ready())
-        # Only once the application is known, its own route answers.
-        if said[-1].status_code == 200:
-            assert said[-1].json()["ready"] is True and max(service.warmed().values()) == len(SIZES)
+    answers: list[requests.Response] = []
+    while not answers or answers[-1].status_code != 200:
+        answers.append(service.ready())
+        if answers[-1].status_code == 200:
+            assert answers[-1].json()["ready"] is True and max(service.warmed().values()) == len(SIZES)
         assert time.monotonic() - began < SECONDS
         time.sleep(0.02)
     assert time.monotonic() - began > LOADING_SECONDS
     starting.join()
-    assert {answer.status_code for answer in said[:-1]} <= {503, 404} and len(said) > 1
+    # 404: Ray Serve does not know the application's routes yet.
+    assert {answer.status_code for answer in answers[:-1]} <= {503, 404} and len(answers) > 1
+
+
+def test_requests_beyond_the_limits_or_with_unknown_arguments_are_refused(service: Service) -> None:
+    """The limits are 5 steps and the pixels of 96x96."""
+    service.start(sizes="64x64", limits=Limits(pixels=96 * 96, steps=5))
+    service.wait_until_ready(1)
     for changes, status in (
         ({"steps": 6}, 422), ({"width": 104, "height": 96}, 422), ({"width": 65}, 422), ({"step": 3}, 422),
         ({"steps": "many"}, 422), ({"seed": None}, 200), ({"guidance": 1.0}, 200),
@@ -158,7 +167,9 @@ def test_not_ready_before_a_replica_is_warm_and_refuses_what_is_too_much(service
         assert answer.status_code == status, (changes, answer.text)
 
 
-def test_the_door_is_the_demos(service: Service) -> None:
+def test_the_service_refuses_foreign_hosts_and_origins_and_bodies_that_are_not_a_request(service: Service) -> None:
+    """403: another host, or a page of another site. 413: too large a body. 422: not JSON by its type, nested too
+    deeply, or an unknown argument. Every refusal is JSON with a sentence."""
     service.start(sizes="64x64", allowed_hosts="images.example")
     service.wait_until_ready(1)
     small = {"width": 64, "height": 64, "steps": 3, "prompt": "a fox"}
@@ -177,7 +188,8 @@ def test_the_door_is_the_demos(service: Service) -> None:
     assert requests.get(f"{service.url}/ready", headers={"Host": "evil.example"}, timeout=30).status_code == 403
 
 
-def test_the_end_answers_what_waits(service: Service) -> None:
+def test_the_end_of_the_service_waits_for_all_earlier_requests(service: Service) -> None:
+    """All 24 get their images; later requests are refused."""
     service.start()
     service.wait_until_ready(2)
     with ThreadPoolExecutor(24) as clients:
@@ -190,7 +202,10 @@ def test_the_end_answers_what_waits(service: Service) -> None:
     assert service.ask(99, SIZES[0]).status_code in (404, 503)
 
 
-def test_told_no_sizes_replicas_make_those_ready_that_the_cache_folder_knows(service: Service, tmp_path: Path) -> None:
+def test_without_configured_sizes_a_replica_warms_up_those_in_the_cache_folder(
+    service: Service, tmp_path: Path
+) -> None:
+    """An earlier service with the same cache folder has served two sizes."""
     service.start(sizes="64x64, 96x64", cache=str(tmp_path))
     service.wait_until_ready(2)
     serve.delete("default")
@@ -200,8 +215,8 @@ def test_told_no_sizes_replicas_make_those_ready_that_the_cache_folder_knows(ser
     assert list((service.warmed() - before).values()) == [2, 2]
 
 
-def test_arguments_of_serve_run_are_those_of_config() -> None:
-    """It hands texts over."""
+def test_the_arguments_of_serve_run_are_the_fields_of_config() -> None:
+    """Ray Serve passes them as text. An unknown one is refused with its name."""
     assert app({"model": "folder", "replicas": "2", "gpus": "0", "pack": "of 0.2.0"}) is not None
     with pytest.raises(ValueError, match="replica_count"):
         app({"replica_count": 2})
