@@ -78,20 +78,25 @@ def attached(**config: Any) -> nn.Module:
 
 
 def entry_of(backend: str) -> Entry:
+    """The only entry of this backend."""
     [entry] = [entry for entry in runtime.table.entries() if entry.key.backend == backend]
     return entry
 
 
-def now() -> tuple[str, str]:
+def served_by() -> tuple[str, str]:
+    """(backend, route) of the last call. route: "graph" for a replay, "plain" for our forward without one, "host" for
+    the host's own forward."""
     status = lib_onediff.status()
     return status["backend"], status["route"]
 
 
 def reason() -> str:
+    """Why the last call was not served by a faster route; "" if there is none."""
     return lib_onediff.status()["reason"]
 
 
 def error(unet: nn.Module, call: UNetCall) -> float:
+    """How far the output of a served call is from that of diffusers' own forward."""
     return relative_error(served(unet, call), diffusers_output(unet, call))
 
 
@@ -100,8 +105,9 @@ def make_ready(unet: nn.Module, *sizes: tuple[int, int]) -> None:
     for height, width in sizes:
         for route in ("plain", "plain", "graph"):
             assert error(unet, a_call(unet, height, width)) < 1e-5
-            assert now() == (NATIVE, route), reason()
+            assert served_by() == (NATIVE, route), reason()
 
 
 def states() -> dict[str, str]:
+    """The state of each resolution: "proved" is checked against the host, "ready" has a graph, too."""
     return {row.resolution: row.state for row in runtime.rows()}

@@ -48,8 +48,9 @@ def compiled(unet: nn.Module, low_bit: str) -> Any:
     return lib_onediff.compile_unet(unet, low_bit=low_bit, low_bit_budget=MOST_LOW_BIT_ERROR)
 
 
-def now() -> tuple[str, str]:
-    """The backend, with its lossy products, and the route of the last call, from the status."""
+def served_by() -> tuple[str, str]:
+    """(backend with its lossy products, route) of the last call. route: "graph" for a replay, "plain" for our forward
+    without one, "host" for the host's own forward."""
     status = lib_onediff.status()
     return ", ".join(filter(None, (status["backend"], status["lossy"]))), status["route"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from builders import a_call, diffusers_arguments, diffusers_output, diffusers_unet, relative_error
-from ladder_builders import now, reason
+from ladder_builders import reason, served_by
 from own_forward import own_forward
 from samplings import ON, STEPS, Rig, Samplings, few_steps_suffice  # noqa: F401
 from torch import Tensor, nn
@@ -221,7 +221,7 @@ def test_a_fault_while_a_graph_is_prepared_leaves_the_call_to_our_forward(
     with torch.no_grad():
         expected = own_forward(unet)(**given).sample
         for _ in range(3):
-            assert relative_error(unet(**given).sample, expected) < CLOSE and now()[1] == "plain", reason()
+            assert relative_error(unet(**given).sample, expected) < CLOSE and served_by()[1] == "plain", reason()
     assert runtime.guard.faults == ["a fault of OneDiff in getting ready for later calls, please report it: no room"]
 
 
@@ -237,7 +237,7 @@ def test_a_fault_while_a_call_is_read_leaves_it_to_the_host_and_is_logged_once(
     with torch.no_grad():
         for _ in range(2):
             assert torch.equal(unet(**given).sample, own_forward(unet)(**given).sample)
-            assert now()[1] == "host" and reason() == sentence and runtime.guard.faults == [sentence]
+            assert served_by()[1] == "host" and reason() == sentence and runtime.guard.faults == [sentence]
     assert sum(record.exc_info is not None for record in caplog.records) == 1, "once"
 
 
@@ -293,7 +293,7 @@ def test_a_model_that_we_fail_to_read_runs_in_diffusers_and_is_logged_once(
     for number in range(3):
         with torch.no_grad():
             assert torch.equal(unet(**given).sample, own_forward(unet)(**given).sample)
-        assert now()[1] == "host" and (number > 0 or reason() == runtime.guard.faults[0])
+        assert served_by()[1] == "host" and (number > 0 or reason() == runtime.guard.faults[0])
     assert runtime.guard.faults == ["a fault of OneDiff in the UNet's forward, please report it: ours"]
     assert reason() == "OneDiff has failed to read this model: ours"
     assert sum(record.exc_info is not None for record in caplog.records if record.levelname != "DEBUG") == 1

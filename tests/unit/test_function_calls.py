@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from builders import SMALL_XL, a_call, compute, our_output, relative_error, shared_ldm_unet
-from ladder_builders import NATIVE, StandInOperators, attached, now, reason
+from ladder_builders import NATIVE, StandInOperators, attached, reason, served_by
 from test_patch_points import PATCHES, Options, copied, merged, ours, unmerged
 from test_segments import recorded
 from torch import Tensor
@@ -129,7 +129,7 @@ def scene(pretended: Any) -> Scene:
     for route in ("plain", "plain", "graph"):
         made.begin()
         made.ours()
-        assert now() == (NATIVE, route), reason()
+        assert served_by() == (NATIVE, route), reason()
     return made
 
 
@@ -148,7 +148,7 @@ def test_after_an_unexpected_shape_inside_a_replay_output_and_random_numbers_are
     expected, then = scene.expected(**changes)
     scene.begin(**changes)
     output = scene.ours()
-    assert now() == (NATIVE, "plain") and entry_of_patched().misfits == 1 and scene.host_runs == 0
+    assert served_by() == (NATIVE, "plain") and entry_of_patched().misfits == 1 and scene.host_runs == 0
     assert relative_error(output, expected) < CLOSE and numbers() == then
     if most_kept:
         assert scene.extension.calls == PLACES
@@ -159,7 +159,7 @@ def test_after_an_unexpected_shape_the_call_is_captured_anew_and_replayed(scene:
     for route in ("plain", "graph", "graph"):
         expected, then = scene.expected(_4=shrunk)
         scene.begin(_4=shrunk)
-        assert relative_error(scene.ours(), expected) < CLOSE and numbers() == then and now() == (NATIVE, route)
+        assert relative_error(scene.ours(), expected) < CLOSE and numbers() == then and served_by() == (NATIVE, route)
         # The first call is captured too, for which the functions are restored and called again.
         assert scene.extension.calls == PLACES or route == "plain"
 
@@ -245,7 +245,7 @@ def test_an_exception_of_a_function_is_raised_unchanged(
     expected, then = scene.expected()
     scene.begin()
     assert relative_error(scene.ours(), expected) < CLOSE and numbers() == then
-    assert now() == (NATIVE, "graph" if replays else "plain")
+    assert served_by() == (NATIVE, "graph" if replays else "plain")
 
 
 def test_out_of_memory_in_a_function_leaves_the_host_its_random_numbers(scene: Scene) -> None:
@@ -254,7 +254,7 @@ def test_out_of_memory_in_a_function_leaves_the_host_its_random_numbers(scene: S
     scene.begin(_3=raising(torch.cuda.OutOfMemoryError("CUDA out of memory")))
     # The host's own forward has enough memory.
     output = scene.ours()
-    assert now()[1] == "host" and scene.host_runs == 1
+    assert served_by()[1] == "host" and scene.host_runs == 1
     assert relative_error(output, expected) < CLOSE and numbers() == then
 
 
@@ -266,7 +266,7 @@ def test_a_kernel_that_fails_after_functions_leaves_the_next_backend_their_rando
     scene.begin()
     native_operators.fail_with(RuntimeError("CUDA error"))
     output = scene.ours()
-    assert now()[0] == "cudagraph" and entry_of_patched().state.value == "failed"
+    assert served_by()[0] == "cudagraph" and entry_of_patched().state.value == "failed"
     assert relative_error(output, expected) < CLOSE and numbers() == then
 
 
@@ -284,7 +284,7 @@ def test_functions_that_fail_only_in_our_forward_run_in_the_webuis(pretended: An
     scene.begin(**{f"_{number}": fails_before_the_host_runs for number in range(99)})
     output = scene.ours()
     assert relative_error(output, expected) < CLOSE and numbers() == then and scene.host_runs == 1
-    assert now()[1] == "host" and "failed inside of OneDiff's UNet: no such thing (somebody)" in reason()
+    assert served_by()[1] == "host" and "failed inside of OneDiff's UNet: no such thing (somebody)" in reason()
 
 
 def test_a_function_that_fails_in_a_capture_costs_only_the_graph(pretended: Any) -> None:

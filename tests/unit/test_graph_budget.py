@@ -8,7 +8,7 @@ import random
 from builders import SMALL_XL, a_call
 from graph_builders import MEBIBYTE, PretendedGraphs
 from grid import WHOLE
-from ladder_builders import attached, error, make_ready, now, reason, states
+from ladder_builders import attached, error, make_ready, reason, served_by, states
 from torch import nn
 
 from lib_onediff.core.settings import Settings
@@ -93,7 +93,7 @@ def test_a_pinned_graph_is_not_dropped_for_another_model(unet: nn.Module, preten
     other = attached()
     for _ in range(4):
         assert error(other, a_call(other)) < CLOSE
-    assert now() == ("native", "plain") and PINNED_TAKE_IT in reason()
+    assert served_by() == ("native", "plain") and PINNED_TAKE_IT in reason()
     assert states()["64x64"] == "ready"
 
 
@@ -101,7 +101,7 @@ def test_a_graph_larger_than_the_budget_is_never_captured(unet: nn.Module, prete
     allow(1)
     for _ in range(4):
         assert error(unet, a_call(unet)) < CLOSE
-        assert now() == ("native", "plain")
+        assert served_by() == ("native", "plain")
     assert "'Graph memory in MiB' allows 1" in reason() and reason() == entry("64x64").no_graph
     assert pretended.captured == [] and runtime.totals().budget == MEBIBYTE
 
@@ -121,13 +121,13 @@ def test_when_the_budget_is_full_graphs_of_other_architectures_are_dropped_first
     assert states() == {"80x64": "ready", "64x64": "ready", "96x96": "proved"}
     assert held() <= budget
     make_ready(other, SMALL)
-    assert now()[1] == "graph" and row("96x96").state == "proved"
+    assert served_by()[1] == "graph" and row("96x96").state == "proved"
 
 
 def make_ready_again(unet: nn.Module, size: tuple[int, int] = SMALL) -> None:
     for route in ("plain", "graph"):
         assert error(unet, a_call(unet, *size)) < CLOSE
-        assert now() == ("native", route), reason()
+        assert served_by() == ("native", route), reason()
 
 
 def test_an_unloaded_unet_gives_its_memory_back(unet: nn.Module, pretended: PretendedGraphs) -> None:
@@ -153,7 +153,7 @@ def make_ready_elsewhere(unet: nn.Module) -> None:
     assert error(unet, a_call(unet)) < CLOSE
     assert entry("64x64").state is State.READY
     assert error(unet, a_call(unet)) < CLOSE
-    assert now() == ("native", "graph")
+    assert served_by() == ("native", "graph")
 
 
 def test_releasing_memory_drops_graphs_but_not_their_checks(unet: nn.Module) -> None:

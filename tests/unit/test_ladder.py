@@ -17,7 +17,7 @@ import pytest
 import torch
 from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet, relative_error, served
 from graph_builders import PretendedGraphs
-from ladder_builders import CUDAGRAPH, EAGER, NATIVE, StandInOperators, entry_of, error, now, reason, small_xl
+from ladder_builders import CUDAGRAPH, EAGER, NATIVE, StandInOperators, entry_of, error, reason, served_by, small_xl
 from torch import Tensor, nn
 
 import lib_onediff
@@ -45,7 +45,7 @@ def test_a_kernel_that_fails_leaves_the_call_to_the_next_backend(
     native_operators.fail_with(fault)
     call = a_call(unet)
     assert error(unet, call) < CLOSE
-    assert now() == ("cudagraph", "plain")
+    assert served_by() == ("cudagraph", "plain")
     native = entry_of(NATIVE)
     assert native.state is State.FAILED and "\n" not in native.reason
     assert native.reason.startswith("OneDiff's computation failed: ") and native.reason.endswith("(backend native)")
@@ -57,7 +57,7 @@ def test_a_kernel_that_fails_leaves_the_call_to_the_next_backend(
         assert (native_operators.calls > tried) is once_more, "what failed twice is not tried again"
     native_operators.recover()
     assert error(unet, a_call(unet, 8, 16)) < CLOSE
-    assert now()[0] == "native", "another shape has not failed"
+    assert served_by()[0] == "native", "another shape has not failed"
 
 
 def test_where_every_backend_fails_the_host_serves(
@@ -71,7 +71,7 @@ def test_where_every_backend_fails_the_host_serves(
     call = a_call(unet)
     for _ in range(2):
         assert torch.equal(served(unet, call), diffusers_output(unet, call))
-        assert now()[1] == "host"
+        assert served_by()[1] == "host"
         assert reason() == "OneDiff's computation failed: torch is broken too (backend cudagraph)"
     assert {entry.state for entry in runtime.table.entries()} == {State.FAILED}
 
@@ -84,10 +84,10 @@ def test_a_backend_whose_output_differs_from_diffusers_is_not_used_again(
     native_operators.gated_by = lambda tokens, unit, consumer: tokens.chunk(2, dim=-1)[0]
     call = a_call(unet)
     assert torch.equal(served(unet, call), diffusers_output(unet, call)), "the host's output is there anyway"
-    assert now()[1] == "host" and reason().startswith("OneDiff's output differs from the model's own forward by ")
+    assert served_by()[1] == "host" and reason().startswith("OneDiff's output differs from the model's own forward by ")
     assert entry_of(NATIVE).state is State.FAILED and entry_of(NATIVE).reason.endswith("(backend native)")
     assert error(unet, call) < CLOSE
-    assert now() == ("cudagraph", "plain")
+    assert served_by() == ("cudagraph", "plain")
     assert entry_of(CUDAGRAPH).state is State.PROVED, "the next one is checked as well"
 
 
@@ -113,7 +113,7 @@ def test_an_exception_in_a_capture_does_not_lose_the_output_and_is_the_reason(
     call = a_call(unet)
     for _ in range(4):
         assert error(unet, call) < CLOSE
-        assert now() == ("native", "plain")
+        assert served_by() == ("native", "plain")
     assert entry_of(NATIVE).no_graph.startswith(why) and reason() == entry_of(NATIVE).no_graph
     assert len(attempts) == 1, "a capture is tried once"
 
@@ -132,16 +132,16 @@ def test_out_of_memory_in_a_replay_frees_the_graphs_and_the_host_serves(
     call = a_call(unet)
     for route in ("plain", "plain", "graph"):
         assert error(unet, call) < CLOSE
-        assert now() == ("native", route)
+        assert served_by() == ("native", route)
     assert reason() == "" and entry_of(NATIVE).state is State.READY
     full = True
     assert torch.equal(served(unet, call), diffusers_output(unet, call))
-    assert now()[1] == "host"
+    assert served_by()[1] == "host"
     assert entry_of(NATIVE).state is State.PROVED
     full = False
     for route in ("plain", "graph"):
         assert error(unet, call) < CLOSE
-        assert now() == ("native", route)
+        assert served_by() == ("native", route)
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
@@ -171,7 +171,7 @@ def test_if_a_backend_does_not_load_the_next_one_serves_and_the_unet_can_be_free
     unet = small_xl()
     for size in ((8, 8), (8, 8), (8, 16)):
         assert error(unet, a_call(unet, *size)) < CLOSE
-        assert now() == ("cudagraph", "plain")
+        assert served_by() == ("cudagraph", "plain")
         assert reason() == "OneDiff's computation failed: no image for this device (backend native)"
     gone = weakref.ref(unet)
     lib_onediff.uncompile_unet(unet)
@@ -198,7 +198,7 @@ def test_backends_may_take_turns_between_calls(native_operators: StandInOperator
     for backend in (NATIVE, CUDAGRAPH, EAGER, NATIVE, EAGER, CUDAGRAPH, NATIVE):
         lib_onediff.compile_unet(unet, backend=backend)
         assert relative_error(served(unet, call), expected) < CLOSE
-        assert now()[0] == backend
+        assert served_by()[0] == backend
         assert convolutions_lie(unet, torch.channels_last if backend == NATIVE else torch.contiguous_format)
     assert {entry.key.backend for entry in runtime.table.entries()} == {NATIVE, CUDAGRAPH, EAGER}
     lib_onediff.uncompile_unet(unet)
@@ -220,4 +220,4 @@ def test_weights_keep_their_layout_if_our_forward_and_the_hosts_alternate(native
         with sampling, torch.no_grad():
             for others in calls:
                 unet(*given, added_cond_kwargs=added, **others)
-                assert now()[1] == ("host" if others else "plain") and convolutions_lie(unet, torch.channels_last)
+                assert served_by()[1] == ("host" if others else "plain") and convolutions_lie(unet, torch.channels_last)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from low_bit_builders import EIGHT, EXACT, compiled, entry_of, half_call, half_unet, kinds_kept, now
+from low_bit_builders import EIGHT, EXACT, compiled, entry_of, half_call, half_unet, kinds_kept, served_by
 
 import lib_onediff
 from lib_onediff.core.card import TuningCache
@@ -43,12 +43,12 @@ def test_a_unet_in_eight_bits_is_close_to_the_host_but_not_equal(
     call = half_call(unet)
     host = diffusers_output(unet, call)
     error = relative_error(served(unet, call), host)
-    assert now()[0] == EIGHT, reason()
+    assert served_by()[0] == EIGHT, reason()
     assert 1e-3 < error < worst, "of every factor float8 keeps three bits, int8 seven of the largest of its row"
     assert entry_of(option).relative_error == pytest.approx(error, rel=0.05), "what the panel shows"
     served(unet, call)
     served(unet, call)
-    assert now() == (EIGHT, "graph")
+    assert served_by() == (EIGHT, "graph")
     layers = len(runtime.services.networks.get(unet).low_bit.names())
     assert layers >= 6 and backend_sentence(lib_onediff.status()) == f"native, 8-bit ({layers} layers)"
 
@@ -61,18 +61,18 @@ def test_each_setting_has_an_entry_of_its_own_and_off_is_exact(on_a_gpu: StandIn
     for _ in range(3):
         served(unet, call)
     held = runtime.totals().low_bit
-    assert now() == (EIGHT, "graph") and kinds_kept(unet) == {FP8}
+    assert served_by() == (EIGHT, "graph") and kinds_kept(unet) == {FP8}
     with generating(runtime, Settings(low_bit="int8", low_bit_budget=MOST_LOW_BIT_ERROR)):
         served(unet, call)
-        assert now()[0] == EIGHT and kinds_kept(unet) == {INT8}
+        assert served_by()[0] == EIGHT and kinds_kept(unet) == {INT8}
         assert held < runtime.totals().low_bit < 1.5 * held, "not those of both; int8 has a scale for every row"
     with generating(runtime, Settings()):
         exact = served(unet, call)
-        assert now()[0] == EXACT and runtime.totals().low_bit == 0
+        assert served_by()[0] == EXACT and runtime.totals().low_bit == 0
     assert {str(row.lossy) for row in runtime.rows()[0].shapes} == {"", "8-bit"}
     assert entry_of("fp8").state is State.PROVED and entry_of("int8").state is State.PROVED
     served(unet, call)
-    assert now() == (EIGHT, "plain"), "its graph knew where the weights lay"
+    assert served_by() == (EIGHT, "plain"), "its graph knew where the weights lay"
     fresh = lib_onediff.compile_unet(half_unet())
     assert torch.equal(served(fresh, call), exact), "nothing of it is left"
 
@@ -117,11 +117,11 @@ def test_without_memory_for_8_bit_weights_native_serves_with_a_reason(
         patch.setattr(low_bit, "empty_like", full)
         for _ in range(2):
             served(unet, half_call(unet))
-            assert now()[0] == EXACT and "not enough GPU memory for the 8-bit weights" in reason()
+            assert served_by()[0] == EXACT and "not enough GPU memory for the 8-bit weights" in reason()
     assert len(tries) == 1, "not at every step"
     runtime.begin_sampling(unet)
     served(unet, half_call(unet))
-    assert now()[0] == EIGHT, reason()
+    assert served_by()[0] == EIGHT, reason()
 
 
 @pytest.mark.parametrize(("module", "name", "option"), [
@@ -140,7 +140,7 @@ def test_8_bit_outputs_too_far_from_the_hosts_are_not_used(
     assert torch.equal(output, diffusers_output(unet, call)), "the first picture is the host's"
     assert entry_of(option).state is State.FAILED and "output differs" in entry_of(option).reason
     served(unet, call)
-    assert now()[0] == EXACT and "output differs" in reason()
+    assert served_by()[0] == EXACT and "output differs" in reason()
 
 
 # --- networks and devices without 8-bit products ----------------------------------------------------------------------

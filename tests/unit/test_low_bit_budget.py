@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from low_bit_builders import EIGHT, EXACT, half_call, half_unet, now
+from low_bit_builders import EIGHT, EXACT, half_call, half_unet, served_by
 
 import lib_onediff
 from lib_onediff.core.leaves import CROSS_OUT, CROSS_QUERY, FEED_FORWARD_IN, FEED_FORWARD_OUT, SELF_OUT, SELF_QKV
@@ -88,7 +88,7 @@ def test_a_class_with_outliers_is_left_out_and_the_rest_is_within_the_budget(on_
     unet = compiled(with_outliers(half_unet(), "ff.net.2.weight"), budget=0.04)
     call = half_call(unet, timestep=300.0)
     output = served(unet, call)
-    assert now()[0] == EIGHT, reason()
+    assert served_by()[0] == EIGHT, reason()
     errors = {one["name"]: one["error"] for one in found()["classes"]}
     assert list(errors) == list(CLASSES), "each class alone, in the order of a block"
     assert max(errors, key=lambda name: errors[name]) == FEED_FORWARD_OUT and errors[FEED_FORWARD_OUT] > 0.1
@@ -111,7 +111,7 @@ def test_the_whole_step_is_within_any_budget_or_exact(on_a_gpu: StandInOperators
         served(unet, call)
         error = relative_error(output, expected)
         assert error <= 1.02 * budget, (budget, found())
-        assert (now()[0] == EXACT) == (not used())
+        assert (served_by()[0] == EXACT) == (not used())
         assert budget or "no group of layers" in reason() and "budget of 0 (measured)" in reason()
         assert bool(used()) == bool(runtime.totals().low_bit)
         assert len(used()) >= last, "more budget, more layers"
@@ -134,7 +134,7 @@ def test_each_half_of_an_image_is_measured_once_at_its_first_step(
         counts.append(len(passes))
     # With no class, with each class alone, and with all.
     assert counts == [8, 8, 8, 16, 16, 16, 16]
-    assert now() == (EIGHT, "graph"), reason()
+    assert served_by() == (EIGHT, "graph"), reason()
     served(unet, half_call(unet, seed=1))
     assert len(passes) == 16
 
@@ -148,7 +148,7 @@ def test_the_second_measurement_can_exclude_more_layers_and_graphs_are_captured_
     for _ in range(3):
         call = half_call(unet)
         served(unet, call)
-    assert now() == (EIGHT, "graph") and used() == set(CLASSES)
+    assert served_by() == (EIGHT, "graph") and used() == set(CLASSES)
     real = LowBitRoute._output
     worst = runtime.devices.lossy.low_bit
 
@@ -159,11 +159,11 @@ def test_the_second_measurement_can_exclude_more_layers_and_graphs_are_captured_
 
     monkeypatch.setattr(LowBitRoute, "_output", output)
     served(unet, half_call(unet, timestep=400.0))
-    assert now() == (EIGHT, "plain"), "its graph had cross-attention out in eight bits"
+    assert served_by() == (EIGHT, "plain"), "its graph had cross-attention out in eight bits"
     assert used() == set(CLASSES) - {CROSS_OUT} == classes_kept(unet)
     served(unet, call)
     output_again = served(unet, call)
-    assert now() == (EIGHT, "graph")
+    assert served_by() == (EIGHT, "graph")
     assert relative_error(output_again, exact(unet, call)) <= 0.1
 
 
@@ -209,7 +209,7 @@ def test_measured_errors_are_read_by_the_next_process(
     runtime.open_cache(tmp_path)
     unet = compiled(half_unet(), budget=0.1)
     served(unet, call)
-    assert now()[0] == EIGHT and len(passes) == 16
+    assert served_by()[0] == EIGHT and len(passes) == 16
     assert found() == first
     runtime.tuning_cache.clear()
     served(unet, call)

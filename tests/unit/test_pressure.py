@@ -12,7 +12,7 @@ import pytest
 import torch
 from builders import a_call, diffusers_output, generating, served
 from graph_builders import PretendedCard, PretendedGraphs
-from ladder_builders import StandInOperators, attached, error, make_ready, now, reason, states
+from ladder_builders import StandInOperators, attached, error, make_ready, reason, served_by, states
 from torch import Tensor, nn
 
 from lib_onediff.core.attempt import OUT_OF_MEMORY
@@ -73,12 +73,12 @@ def test_on_a_full_gpu_no_graph_is_captured_until_there_is_room(unet: nn.Module,
     leave(card, 64 << 20)
     for _ in range(3):
         assert error(unet, a_call(unet)) < CLOSE
-        assert now() == ("native", "plain")
+        assert served_by() == ("native", "plain")
     assert reason() == CARD_IS_FULL and runtime.rows()[0].reason == CARD_IS_FULL
     card.others = 0
     for route in ("plain", "graph"):
         assert error(unet, a_call(unet)) < CLOSE
-        assert now() == ("native", route)
+        assert served_by() == ("native", route)
     assert runtime.rows()[0].reason == ""
 
 
@@ -154,18 +154,18 @@ def test_a_call_that_runs_out_of_memory_is_not_tried_again_in_this_sampling(
     for _ in range(2):
         runtime.begin_sampling(unet)
         before = native_operators.calls
-        assert error(unet, large) < CLOSE and now()[1] == "host" and reason() == OUT_OF_MEMORY
+        assert error(unet, large) < CLOSE and served_by()[1] == "host" and reason() == OUT_OF_MEMORY
         assert native_operators.calls == before + 1
         make_ready(unet, (8, 8))
         before = native_operators.calls, card.emptied
         for _ in range(3):
-            assert error(unet, large) < CLOSE and now()[1] == "host" and reason() == NO_ROOM_YET
+            assert error(unet, large) < CLOSE and served_by()[1] == "host" and reason() == NO_ROOM_YET
         assert (native_operators.calls, card.emptied) == before and states()["64x64"] == "ready"
         runtime.purge()
     native_operators.recover()
-    assert error(unet, large) < CLOSE and now()[1] == "host", "the sampling has not ended"
+    assert error(unet, large) < CLOSE and served_by()[1] == "host", "the sampling has not ended"
     runtime.begin_sampling(unet)
-    assert error(unet, large) < CLOSE and now() == ("native", "plain")
+    assert error(unet, large) < CLOSE and served_by() == ("native", "plain")
 
 
 def test_a_call_that_ran_out_of_memory_is_tried_again_when_more_is_free(
@@ -180,11 +180,11 @@ def test_a_call_that_ran_out_of_memory_is_tried_again_when_more_is_free(
     for freed, is_tried in ((0, True), (0, False), (10, False), (100, True), (0, False)):
         leave(card, card.free(CPU) + (freed << 20))
         before = native_operators.calls
-        assert error(unet, call) < CLOSE and now()[1] == "host"
+        assert error(unet, call) < CLOSE and served_by()[1] == "host"
         assert native_operators.calls == before + is_tried
     native_operators.recover()
     leave(card, card.free(CPU) + (100 << 20))
-    assert error(unet, call) < CLOSE and now() == ("native", "plain")
+    assert error(unet, call) < CLOSE and served_by() == ("native", "plain")
 
 
 def test_a_call_is_tried_once_more_if_graphs_had_the_memory(
@@ -197,16 +197,16 @@ def test_a_call_is_tried_once_more_if_graphs_had_the_memory(
     leave(card, GIBIBYTE)
     runtime.begin_sampling(unet)
     native_operators.fail_with(torch.cuda.OutOfMemoryError("CUDA out of memory"))
-    assert error(unet, call) < CLOSE and now()[1] == "host"
+    assert error(unet, call) < CLOSE and served_by()[1] == "host"
     native_operators.recover()
     for route in ("plain", "plain", "graph", "graph"):
-        assert error(unet, call) < CLOSE and now() == ("native", route), reason()
+        assert error(unet, call) < CLOSE and served_by() == ("native", route), reason()
     runtime.release_memory()
     make_ready(unet, (12, 12))
     native_operators.fail_with(torch.cuda.OutOfMemoryError("CUDA out of memory"))
     for is_tried in (True, True, False, False):
         before = native_operators.calls
-        assert error(unet, call) < CLOSE and now()[1] == "host"
+        assert error(unet, call) < CLOSE and served_by()[1] == "host"
         assert native_operators.calls == before + is_tried
 
 
@@ -221,7 +221,7 @@ def test_out_of_memory_in_a_capture_frees_the_other_graphs(unet: nn.Module, card
     runtime.services.holdings.made.before_capture = lambda inputs: leave(card, needs // 8 - (1 << 20))
     runtime.services.graphs.free()
     assert error(unet, a_call(unet, 8, 10)) < CLOSE
-    assert now() == ("native", "plain")
+    assert served_by() == ("native", "plain")
     assert states() == {"80x64": "proved", "64x64": "proved"} and runtime.services.holdings.shared() == 0
     assert "out of GPU memory while its graph was captured" in runtime.rows()[0].reason
 

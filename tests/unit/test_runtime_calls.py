@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet, generating, relative_error, served
-from ladder_builders import error, now, reason
+from ladder_builders import error, reason, served_by
 from torch import Tensor
 
 import lib_onediff
@@ -121,7 +121,7 @@ def test_while_onediff_is_off_the_host_serves(own: Runtime, how: str) -> None:
 
 
 def route() -> str:
-    return now()[1]
+    return served_by()[1]
 
 
 @pytest.mark.parametrize("at", ["network_and_settings", "adopt"])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from builders import a_call, compute, diffusers_arguments, our_output, relative_error, shared_ldm_unet
-from ladder_builders import entry_of, now, reason
+from ladder_builders import entry_of, reason, served_by
 from own_forward import own_forward
 from tape import TapeRecording
 from test_patch_points import CASES, CLOSE, PATCHES, Options, copied, ours
@@ -127,20 +127,20 @@ def test_an_extensions_processor_is_called_once_in_each_replay(unet: nn.Module) 
     plain one in turn with it take effect at once."""
     processor = put(unet, Louder())
     for seed, route in enumerate(("plain", "plain", "graph", "graph")):
-        assert error(unet, seed) < CLOSE and now() == ("native", route), reason()
+        assert error(unet, seed) < CLOSE and served_by() == ("native", route), reason()
     assert "test_segments.Louder in 1 attentions" in reason()
     before = processor.calls
     assert error(unet, 9) < CLOSE and processor.calls == before + 2  # ours, and the expected output's
     processor.factor = 3.0
-    assert error(unet, 9) < CLOSE and now() == ("native", "graph")
+    assert error(unet, 9) < CLOSE and served_by() == ("native", "graph")
     other = put(unet, Louder(5.0))
-    assert error(unet, 4) < CLOSE and now() == ("native", "graph") and other.calls == 2, "called in its place"
+    assert error(unet, 4) < CLOSE and served_by() == ("native", "graph") and other.calls == 2, "called in its place"
     for seed in range(3):
         put(unet, Louder() if seed % 2 else plain_processor())
         error(unet, seed)
     for seed in range(4):
         put(unet, Louder() if seed % 2 else plain_processor())
-        assert error(unet, seed) < CLOSE and now() == ("native", "graph"), reason()
+        assert error(unet, seed) < CLOSE and served_by() == ("native", "graph"), reason()
 
 
 class Drawing(Louder):
@@ -155,7 +155,7 @@ def test_a_processor_between_graphs_draws_the_random_numbers_of_the_hosts_forwar
     """See error(): also in the check of a first use, which computes the forward more than once."""
     put(unet, Drawing())
     for seed, route in enumerate(("plain", "plain", "graph", "graph")):
-        assert error(unet, seed) < CLOSE and now() == ("native", route), reason()
+        assert error(unet, seed) < CLOSE and served_by() == ("native", route), reason()
 
 
 class Counting(Louder):
@@ -176,10 +176,10 @@ def test_a_function_that_changes_with_every_call_gets_no_graphs(unet: nn.Module)
     put(unet, Counting())
     for seed in range(2):
         error(unet, seed)
-    assert now() == ("native", "plain")
+    assert served_by() == ("native", "plain")
     error(unet, 2)
     assert "gave a different result inside CUDA graphs" in entry_of("native").no_graph
-    assert now()[1] == "host" and "computes something else each time" in reason()
+    assert served_by()[1] == "host" and "computes something else each time" in reason()
 
 
 class Alike(Louder):
@@ -202,5 +202,5 @@ def test_a_function_whose_results_change_shape_is_captured_anew_and_in_the_end_g
     for seed in range(16):
         processor.is_alike = seed // 2 % 2 == 1
         assert error(unet, seed) < CLOSE
-        routes.append(now())
+        routes.append(served_by())
     assert ("native", "graph") in routes and routes[-1][0] == "cudagraph", routes

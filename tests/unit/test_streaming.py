@@ -17,7 +17,7 @@ import pytest
 import torch
 from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet, relative_error, served
 from graph_builders import PretendedGraphs
-from ladder_builders import StandInOperators, now, reason
+from ladder_builders import StandInOperators, reason, served_by
 from streaming_builders import Early, Late, use_lane
 from torch import Tensor, nn
 
@@ -110,7 +110,7 @@ def test_our_output_with_streamed_weights_is_close_to_the_hosts(
     unet = compiled_with(two_memories)
     for size in (8, 8, 8, 12, 12, 12):
         assert is_right(unet, a_call(unet, size, size))
-    assert now() == ("native", "graph") and "MiB of its weights" in reason()
+    assert served_by() == ("native", "graph") and "MiB of its weights" in reason()
     assert two_memories.alone == 0
 
 
@@ -244,7 +244,7 @@ def test_functions_of_other_extensions_run_with_streamed_weights(two_memories: T
         block.b2 = 1.4
     for _ in range(4):
         assert is_right(unet, call)
-    assert now() == ("cudagraph", "plain") and "FreeU" in reason()
+    assert served_by() == ("cudagraph", "plain") and "FreeU" in reason()
 
 
 def test_streaming_keeps_no_parameter_of_a_deleted_network_alive(two_memories: TwoMemories) -> None:
@@ -303,7 +303,7 @@ def test_weights_kept_in_eight_bits_on_the_gpu_are_not_streamed(eight: Any) -> N
         assert is_near(eight, call)
     network = runtime.services.networks.get(eight)
     assert network is not None and network.low_bit is not None and network.bound.streaming is not None
-    assert lib_onediff.status()["lossy"] == "8-bit only" and now()[1] == "graph"
+    assert lib_onediff.status()["lossy"] == "8-bit only" and served_by()[1] == "graph"
     whole = network.bound.streaming.copied()
     rest = network.bound.streaming.copied(network.low_bit.names())
     assert rest < whole and f"{rest / 2**20:.0f} MiB" in reason() or not rest
@@ -341,7 +341,7 @@ def test_the_webui_is_told_of_missing_memory_before_the_next_sampling(
         runtime.begin_sampling(unet)
         for _ in range(4):
             assert is_right(unet, a_call(unet))
-        assert now() == ("native", "graph")
+        assert served_by() == ("native", "graph")
         return lacked
 
     card.size = 24 << 30
@@ -395,7 +395,7 @@ def test_a_streamed_call_that_runs_out_of_memory_lets_the_webui_move_weights(
         routes = list[str]()
         for _ in range(5):
             assert is_right(unet, a_call(unet))
-            routes.append(now()[1])
+            routes.append(served_by()[1])
             assert (reason() == WEIGHTS_MOVED) == (routes[-1] == "host")
         return lacked, routes
 
@@ -415,7 +415,7 @@ def test_a_streamed_call_is_left_to_a_webui_that_moves_no_weights(
     native_operators.fail_with(torch.cuda.OutOfMemoryError("CUDA out of memory"))
     for why in (OUT_OF_MEMORY, NO_ROOM_YET, NO_ROOM_YET):
         assert is_right(unet, a_call(unet))
-        assert now()[1] == "host" and reason() == why
+        assert served_by()[1] == "host" and reason() == why
     assert native_operators.calls == 1
 
 
@@ -488,7 +488,7 @@ def test_weights_in_eight_bits_make_room_for_a_graph_and_for_a_decode(
         for _ in range(number):
             assert is_near(eight, call)
         assert lib_onediff.status()["lossy"] == "8-bit only", reason()
-        return now()[1]
+        return served_by()[1]
 
     assert calls(1) == "plain"
     all_of_them = held()
