@@ -12,7 +12,7 @@ import pytest
 import torch
 from builders import SMALL, SMALL_XL, a_call, diffusers_arguments, diffusers_unet, relative_error
 from torch import Tensor
-from vae_builders import a_latent, diffusers_vae, host_picture, last, our_picture
+from vae_builders import a_latent, diffusers_vae, host_picture, last_decode, routed_picture
 
 import lib_onediff
 
@@ -113,8 +113,8 @@ def test_torchs_defaults_of_the_caller_do_not_change_our_output(what: Any, make:
 def test_torchs_defaults_of_the_caller_do_not_change_a_vaes_decode(what: Any, fresh_route: Any) -> None:
     decoder = diffusers_vae().decoder
     latent = a_latent(decoder)
-    before = our_picture(decoder, latent)
+    before = routed_picture(decoder, latent)
     with default(what):
-        assert torch.equal(our_picture(decoder, latent), before)
+        assert torch.equal(routed_picture(decoder, latent), before)
         assert relative_error(before, host_picture(decoder, latent)) < CLOSE
-    assert last()[0] == "ours", last()
+    assert last_decode()[0] == "ours", last_decode()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from builders import a_call, diffusers_output, diffusers_unet, relative_error, served
 from torch import Tensor
-from vae_builders import a_latent, diffusers_vae, last, our_picture
+from vae_builders import a_latent, diffusers_vae, last_decode, routed_picture
 
 import lib_onediff
 from lib_onediff.core.layer_weights import LayerWeights
@@ -86,8 +86,8 @@ def test_the_option_accumulation_is_set_during_our_decode(gpu: list[bool], monke
     monkeypatch.setattr(torch_ops, "resize", watched)
     decoder = diffusers_vae().decoder
     for choice in ("full", "half"):
-        our_picture(decoder, a_latent(decoder), settings=Settings(accumulation=choice))
-        assert last() == ("ours", "")
+        routed_picture(decoder, a_latent(decoder), settings=Settings(accumulation=choice))
+        assert last_decode() == ("ours", "")
     assert set(stood) == {True, False} and len(runtime.table.entries()) == 2
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from builders import LAYOUTS, a_call, diffusers_output, diffusers_unet, served
 from torch import Tensor
-from vae_builders import a_latent, diffusers_vae, host_picture, last, our_picture
+from vae_builders import a_latent, diffusers_vae, host_picture, last_decode, routed_picture
 
 import lib_onediff
 from lib_onediff.families.unet.call import UNetCall
@@ -94,5 +94,5 @@ def test_an_error_of_our_vaes_decode_of_1e_5_is_found_at_the_first_use(
     latent = a_latent(decoder)
     run = Decoding.run
     monkeypatch.setattr(Decoding, "run", lambda *given: run(*given) * (1 + by))
-    assert torch.equal(our_picture(decoder, latent), host_picture(decoder, latent))
-    assert last()[0] == "host" and "differs from the model's own" in last()[1]
+    assert torch.equal(routed_picture(decoder, latent), host_picture(decoder, latent))
+    assert last_decode()[0] == "host" and "differs from the model's own" in last_decode()[1]

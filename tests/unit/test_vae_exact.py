@@ -17,10 +17,10 @@ from vae_builders import (
     diffusers_vae,
     host_picture,
     in_float32,
-    last,
+    last_decode,
     ldm_decoder,
-    our_picture,
-    overflowing,
+    overflowing_in_float16,
+    routed_picture,
 )
 
 from lib_onediff.devices.torch import operators as torch_ops
@@ -54,18 +54,19 @@ def computed(half: Any, given: torch.Tensor, operators: Any = torch_ops, fold_bi
 
 
 @grid(half=list(product(PARTS, [*EVERY_LAYOUT, *(LDM + name for name in LDM_LAYOUTS)])), size=range(4))
-def test_our_output_is_the_hosts(half: tuple[str, str], size: int) -> None:
-    """Also with fold_biases, which is for the native operators."""
+def test_our_vaes_output_is_close_to_the_hosts_for_every_layout_and_size(half: tuple[str, str], size: int) -> None:
+    """half: decoder or encoder, and its layout. fold_biases is for the native operators: biases are added where a norm
+    follows."""
     part, name = half
     module = half_of(name, part)
     given = a_latent(module, *SIZES[part][size], batch=2)
     expected = host_picture(module, given)
-    assert relative_error(our_picture(module, given), expected) < 1e-5 and last() == ("ours", "")
+    assert relative_error(routed_picture(module, given), expected) < 1e-5 and last_decode() == ("ours", "")
     assert relative_error(computed(module, given, fold_biases=True), expected) < 1e-5
 
 
 @grid(part=PARTS, dtype=[torch.float32, torch.float16])
-def test_our_kernels_output_is_the_hosts(part: str, dtype: torch.dtype) -> None:
+def test_our_kernels_vae_output_is_close_to_the_hosts(part: str, dtype: torch.dtype) -> None:
     pytest.importorskip("triton", reason="needs Triton")
     from lib_onediff.devices.cuda.kernels.operators import NativeOperators
 
@@ -78,12 +79,13 @@ def test_our_kernels_output_is_the_hosts(part: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_in_half_precision_our_error_is_not_above_the_hosts(dtype: torch.dtype) -> None:
+def test_in_half_precision_our_decoders_rounding_error_is_at_most_the_hosts(dtype: torch.dtype) -> None:
+    """With a margin of a tenth; both against the host's decoder in float32."""
     decoder = half_of("SD", "decoder").to(dtype)
     latent = a_latent(decoder, batch=2)
-    ours = our_picture(decoder, latent)
+    ours = routed_picture(decoder, latent)
     host = host_picture(decoder, latent)
-    assert last() == ("ours", "")
+    assert last_decode() == ("ours", "")
     assert ours.dtype == dtype
     exact = host_picture(decoder.float(), latent.float()).to(torch.float64)
     error, host_error = (relative_error(picture.double(), exact) for picture in (ours, host))
@@ -91,22 +93,23 @@ def test_in_half_precision_our_error_is_not_above_the_hosts(dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_tiling_of_a1111(part: str) -> None:
+def test_switching_a1111s_tiling_on_and_off_takes_effect_at_the_next_decode(part: str) -> None:
     """A1111 sets the padding mode of all convolutions, including those of 1x1, between two decodes."""
     module = half_of("ldm SD", part)
     given = a_latent(module, *SIZES[part][2])
-    plain = our_picture(module, given)
+    plain = routed_picture(module, given)
     for mode in ("circular", "zeros"):
         for layer in module.modules():
             if isinstance(layer, nn.Conv2d):
                 layer.padding_mode = mode
-        tiled = our_picture(module, given)
+        tiled = routed_picture(module, given)
         assert relative_error(tiled, host_picture(module, given)) < 1e-5
-        assert last() == ("ours", "")
+        assert last_decode() == ("ours", "")
         assert (relative_error(tiled, plain) > 1e-2) == (mode == "circular")
 
 
-def test_tiling_and_slicing_of_diffusers_still_work() -> None:
+def test_diffusers_tiling_and_slicing_call_our_decoder_for_each_tile() -> None:
+    """The whole image is close to that of diffusers with its own decoder."""
     from lib_onediff.hosts.diffusers import vae as diffusers_decoder
 
     vae = diffusers_vae()
@@ -120,29 +123,29 @@ def test_tiling_and_slicing_of_diffusers_still_work() -> None:
         diffusers_decoder.attach(vae.decoder)
         ours = vae.decode(latent).sample
     assert relative_error(ours, expected) < 1e-5
-    assert last()[0] == "ours"
+    assert last_decode()[0] == "ours"
 
 
 @pytest.mark.parametrize("name", ["ldm SD", "one layer"])
-def test_weights_edited_in_place_or_replaced_take_effect_at_the_next_decode(name: str) -> None:
+def test_vae_weights_edited_in_place_or_replaced_take_effect_at_the_next_decode(name: str) -> None:
     decoder = half_of(name, "decoder")
     other = half_of(name, "decoder")
     for parameter in other.parameters():
         parameter.data.mul_(1.1)
     latent = a_latent(decoder)
-    our_picture(decoder, latent)
+    routed_picture(decoder, latent)
     decoder.load_state_dict(other.state_dict())
-    assert relative_error(our_picture(decoder, latent), host_picture(other, latent)) < 1e-5
+    assert relative_error(routed_picture(decoder, latent), host_picture(other, latent)) < 1e-5
     decoder.conv_in.weight = nn.Parameter(decoder.conv_in.weight.detach() * 2)
     decoder.conv_out = nn.Conv2d(decoder.conv_out.in_channels, 3, 3, padding=1)
-    assert relative_error(our_picture(decoder, latent), host_picture(decoder, latent)) < 1e-5
-    assert last() == ("ours", "")
+    assert relative_error(routed_picture(decoder, latent), host_picture(decoder, latent)) < 1e-5
+    assert last_decode() == ("ours", "")
 
 
-def test_an_encoder_that_overflows_is_run_again_in_float32() -> None:
-    encoder, picture = overflowing(lambda: half_of("SD", "encoder"))
+def test_an_encoder_that_overflows_in_float16_encodes_again_in_float32_and_later_in_float32_at_once() -> None:
+    encoder, picture = overflowing_in_float16(lambda: half_of("SD", "encoder"))
     expected = in_float32(encoder, picture)
     for reason in ("encoded again in float32", "encoded in float32"):
-        latent = our_picture(encoder, picture)
-        assert last() == ("ours", f"{reason}, because this VAE overflows in float16")
+        latent = routed_picture(encoder, picture)
+        assert last_decode() == ("ours", f"{reason}, because this VAE overflows in float16")
         assert latent.dtype == torch.float16 and relative_error(latent.float(), expected) < 1e-3

@@ -9,7 +9,7 @@ import pytest
 import torch
 from builders import diffusers_unet, relative_error
 from torch import Tensor
-from vae_builders import a_latent, decodes, diffusers_vae, last, ldm_decoder, ldm_module
+from vae_builders import a_latent, decodes_by_route, diffusers_vae, last_decode, ldm_decoder, ldm_module
 
 import lib_onediff
 from lib_onediff.hosts.a1111.adapter import VAE_TRAITS
@@ -35,7 +35,9 @@ def decoded(vae: Any, latent: Tensor) -> Tensor:
 # --- diffusers ----------------------------------------------------------------------------------------------------
 
 
-def test_compile_pipe_hooks_the_vae_and_uncompiling_restores_it() -> None:
+def test_compile_pipe_decodes_by_onediff_and_uncompile_pipe_restores_the_vae() -> None:
+    """Twice compiled, it still decodes once each time. Restored: attributes, and parameters with their memory and
+    counts of edits."""
     given = pipe()
     latent = a_latent(given.vae.decoder, 5, 7)
     expected, before = decoded(given.vae, latent), state(given.vae)
@@ -43,10 +45,10 @@ def test_compile_pipe_hooks_the_vae_and_uncompiling_restores_it() -> None:
     for _ in range(2):
         lib_onediff.compile_pipe(given)
         assert relative_error(decoded(given.vae, latent), expected) < 1e-5
-    assert last() == ("ours", "") and decodes() == {"ours": 2, "host": 0}
+    assert last_decode() == ("ours", "") and decodes_by_route() == {"ours": 2, "host": 0}
     lib_onediff.uncompile_pipe(given)
     assert torch.equal(decoded(given.vae, latent), expected)
-    assert decodes() == {"ours": 2, "host": 0}
+    assert decodes_by_route() == {"ours": 2, "host": 0}
     assert state(given.vae) == before and set(given.vae.decoder.__dict__) == attributes
 
 
@@ -71,8 +73,11 @@ def called(decoder: Any, latent: Tensor) -> Tensor:
     return decoder(latent)
 
 
-def test_tiles_of_an_extension_are_decoded_by_onediff(decoder: Any, patches: VaeHooks) -> None:
-    """It sets a forward on the instance, and calls the previous one for small images."""
+def test_onediff_decodes_the_tiles_of_an_extension_that_has_replaced_the_decoders_forward(
+    decoder: Any, patches: VaeHooks
+) -> None:
+    """It sets a forward on the instance, which calls the previous one for parts of the latent: for our hook, `original`
+    is OneDiff's."""
     original, latent = decoder.forward, a_latent(decoder, 4, 8)
 
     def tiles(z: Tensor) -> Tensor:
@@ -80,22 +85,23 @@ def test_tiles_of_an_extension_are_decoded_by_onediff(decoder: Any, patches: Vae
 
     decoder.forward = tiles
     tiled = called(decoder, latent)
-    assert decodes() == {"ours": 2, "host": 0}
+    assert decodes_by_route() == {"ours": 2, "host": 0}
     patches.stop()
     assert relative_error(tiled, called(decoder, latent)) < 1e-5
-    assert decodes() == {"ours": 2, "host": 0}
+    assert decodes_by_route() == {"ours": 2, "host": 0}
 
 
-def test_another_vae_has_a_status_of_its_own(decoder: Any, patches: VaeHooks) -> None:
+def test_when_another_vae_is_loaded_the_status_is_not_the_last_ones(decoder: Any, patches: VaeHooks) -> None:
     called(decoder, a_latent(decoder, 4, 4))
     patches.begin_run(torch.nn.Identity())
-    assert last() == ("host", OTHER_VAE) and decodes() == {"ours": 1, "host": 0}
+    assert last_decode() == ("host", OTHER_VAE) and decodes_by_route() == {"ours": 1, "host": 0}
 
 
 def test_a_size_is_checked_once_although_the_host_writes_it_to_an_attribute(decoder: Any, patches: VaeHooks) -> None:
-    """ldm's decoder keeps the shape of its last latent, which is no edit."""
+    """ldm's decoder keeps the shape of its last latent, which is no edit. The host is timed once at each size, by the
+    check."""
     for width in (4, 8, 4, 8):
         called(decoder, a_latent(decoder, 4, width))
-    assert decodes() == {"ours": 4, "host": 0} and decoder.last_z_shape[3] == 8
+    assert decodes_by_route() == {"ours": 4, "host": 0} and decoder.last_z_shape[3] == 8
     hosts = [entry.host for entry in runtime.table.entries()]
     assert [(host.median_ms is not None, host.settled_ms is not None) for host in hosts] == [(True, False)] * 2

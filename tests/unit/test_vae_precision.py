@@ -16,12 +16,12 @@ from vae_builders import (
     Host,
     a_latent,
     decode,
-    decodes,
+    decodes_by_route,
     diffusers_vae,
     in_float32,
-    last,
+    last_decode,
     ldm_decoder,
-    overflowing,
+    overflowing_in_float16,
 )
 
 from lib_onediff.core.refusal import Refusal
@@ -33,6 +33,7 @@ from lib_onediff.runtime.vae.wider_type import NOT_FINITE
 from lib_onediff.store.history import History
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
+# One level of an 8-bit image.
 STEP = 1 / 255
 OVERFLOWED = "decoded again in float32, because this VAE overflows in float16"
 KNOWN = "decoded in float32, because this VAE overflows in float16"
@@ -74,17 +75,18 @@ def count_decodes(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
 @pytest.mark.parametrize(
     "make", [lambda: diffusers_vae().decoder, lambda: ldm_decoder(**LDM_LAYOUTS["one layer"])], ids=["diffusers", "ldm"]
 )
-def test_a_vae_that_overflows_gives_the_float32_image_and_a_message(
+def test_a_decode_that_overflows_in_float16_gives_the_image_of_float32_and_a_message(
     make: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    decoder, latent = overflowing(make)
+    """The image is in float16 and at most one level from that of the VAE in float32. The host does not decode."""
+    decoder, latent = overflowing_in_float16(make)
     before = parameters_of(decoder)
     host = Host(decoder)
     with caplog.at_level(logging.WARNING, "onediff"):
         picture = decode(host, latent)
     assert picture.dtype == torch.float16 and picture.std() > 0
     assert (shown(picture) - shown(in_float32(decoder, latent))).abs().max() <= STEP
-    assert last() == ("ours", OVERFLOWED) and host.calls == 0
+    assert last_decode() == ("ours", OVERFLOWED) and host.calls == 0
     assert caplog.messages == [f"VAE: {OVERFLOWED}. From now on, nothing is decoded in float16 by this VAE."]
     assert untouched(decoder, before), "the host's VAE is as it was"
 
@@ -92,7 +94,9 @@ def test_a_vae_that_overflows_gives_the_float32_image_and_a_message(
 def test_later_decodes_of_an_overflowing_vae_begin_in_float32(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    decoder, latent = overflowing()
+    """And so do those of a copy of it, but not of another VAE, or with other weights: the verdict belongs to the
+    weights."""
+    decoder, latent = overflowing_in_float16()
     host = Host(decoder)
     types = count_decodes(monkeypatch)
     decode(host, latent)
@@ -102,38 +106,41 @@ def test_later_decodes_of_an_overflowing_vae_begin_in_float32(
         decode(host, latent)
         decode(host, a_latent(decoder, 5, 7))
     assert types == [torch.float16, *[torch.float32] * 3] and host.calls == 0
-    assert last() == ("ours", KNOWN) and caplog.messages == []
+    assert last_decode() == ("ours", KNOWN) and caplog.messages == []
     other = Host(diffusers_vae(1).decoder.half())
     decode(other, a_latent(other.decoder))
-    assert types[-1] == torch.float16 and last() == ("ours", ""), "another VAE of the same architecture"
+    assert types[-1] == torch.float16 and last_decode() == ("ours", ""), "another VAE of the same architecture"
     copied = Host(copy.deepcopy(decoder))
     decode(copied, latent)
-    assert types[-1] == torch.float32 and last() == ("ours", KNOWN), "the same VAE, loaded again"
+    assert types[-1] == torch.float32 and last_decode() == ("ours", KNOWN), "the same VAE, loaded again"
     with torch.no_grad():
         decoder.conv_in.weight /= 100
     decode(host, latent)
-    assert types[-1] == torch.float16 and last() == ("ours", ""), "the same module with other weights"
+    assert types[-1] == torch.float16 and last_decode() == ("ours", ""), "the same module with other weights"
 
 
 @pytest.mark.parametrize("in_inference_mode", [False, True])
-def test_after_an_edit_float16_is_tried_again(in_inference_mode: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_an_edit_of_an_overflowing_vae_float16_is_tried_again(
+    in_inference_mode: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with torch.inference_mode(in_inference_mode):
-        decoder, latent = overflowing()
+        decoder, latent = overflowing_in_float16()
         host = Host(decoder)
         types = count_decodes(monkeypatch)
         for _ in range(2):
             decode(host, latent)
-        assert types == [torch.float16, torch.float32, torch.float32] and last() == ("ours", KNOWN)
+        assert types == [torch.float16, torch.float32, torch.float32] and last_decode() == ("ours", KNOWN)
         with torch.no_grad():
             decoder.conv_in.weight[-1, -1, -1, -1] += 1
         decode(host, latent)
-        assert types[3:] == [torch.float16, torch.float32] and last() == ("ours", OVERFLOWED)
+        assert types[3:] == [torch.float16, torch.float32] and last_decode() == ("ours", OVERFLOWED)
 
 
 def test_later_processes_decode_an_overflowing_vae_in_float32_until_a_purge(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoder, latent = overflowing()
+    """The verdict is stored with the tuned choices; a purge of the disk forgets it."""
+    decoder, latent = overflowing_in_float16()
     runtime.history.open(tmp_path)
     runtime.tuning_cache.attach(runtime.history.tuned, runtime.history.tune)
     decode(Host(decoder), latent)
@@ -144,26 +151,26 @@ def test_later_processes_decode_an_overflowing_vae_in_float32_until_a_purge(
     runtime.tuning_cache.attach(later.tuned, later.tune)
     types = count_decodes(monkeypatch)
     decode(Host(decoder), latent)
-    assert types == [torch.float32] and last() == ("ours", KNOWN)
+    assert types == [torch.float32] and last_decode() == ("ours", KNOWN)
     runtime.purge_disk()
     decode(Host(decoder), latent)
     assert types == [torch.float32, torch.float16, torch.float32], "forgotten with the rest"
 
 
-def test_a_healthy_vae_decodes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vae_that_does_not_overflow_is_decoded_once_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     host = Host(diffusers_vae().decoder.half())
     types = count_decodes(monkeypatch)
     latent = a_latent(host.decoder)
     for _ in range(3):
         picture = decode(host, latent)
-    assert types == [torch.float16] * 3 and last() == ("ours", "")
+    assert types == [torch.float16] * 3 and last_decode() == ("ours", "")
     assert host.calls == 1, "the check of its first use at this size"
     assert relative_error(picture.float(), in_float32(host.decoder, latent)) < 1e-2
     assert not [name for name in runtime.history.tuned() if name.startswith("VAE")]
 
 
-def test_without_memory_for_float32_the_host_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder, latent = overflowing()
+def test_an_overflowing_vae_without_memory_for_float32_is_decoded_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, latent = overflowing_in_float16()
     run = Decoding.run
     types: list[torch.dtype] = []
 
@@ -177,11 +184,11 @@ def test_without_memory_for_float32_the_host_decodes(monkeypatch: pytest.MonkeyP
     picture = decode(Host(decoder), latent)
     assert types == [torch.float16, torch.float32, torch.bfloat16]
     overflowed = OVERFLOWED.replace("float32", "bfloat16")
-    assert last() == ("ours", f"{overflowed}, and there is too little GPU memory for float32")
+    assert last_decode() == ("ours", f"{overflowed}, and there is too little GPU memory for float32")
     assert relative_error(picture.float(), in_float32(decoder, latent)) < 6e-2
 
 
-def test_weights_that_are_not_finite_in_any_dtype_leave_the_hosts_image_with_a_reason(
+def test_a_vae_with_nan_weights_gives_the_hosts_image_and_a_message(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder = diffusers_vae().decoder.half()
@@ -194,7 +201,7 @@ def test_weights_that_are_not_finite_in_any_dtype_leave_the_hosts_image_with_a_r
         assert decode(host, latent)[:, 0].isnan().all()
     assert types == [torch.float16, torch.float32] and host.calls == 1
     reason = "this VAE overflows in float16, and its image in float32 is not finite too"
-    assert last() == ("host", reason)
+    assert last_decode() == ("host", reason)
     assert caplog.messages == [
         "VAE: the image is not finite, so the picture may be black, and OneDiff could not make a better one: "
         f"{reason}."
@@ -202,9 +209,10 @@ def test_weights_that_are_not_finite_in_any_dtype_leave_the_hosts_image_with_a_r
     assert not [name for name in runtime.history.tuned() if name.startswith("VAE")], "no verdict on float16"
 
 
-def test_a_latent_that_is_not_finite_is_decoded_once_and_the_unet_is_named(
+def test_a_latent_with_nan_is_decoded_once_and_the_message_names_the_unet_as_the_cause(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """No wider dtype would help."""
     decoder = diffusers_vae().decoder.half()
     latent = a_latent(decoder)
     latent[0, 0, 2, 2] = float("nan")
@@ -213,7 +221,8 @@ def test_a_latent_that_is_not_finite_is_decoded_once_and_the_unet_is_named(
     with caplog.at_level(logging.WARNING, "onediff"):
         decode(host, latent)
     assert types == [torch.float16] and host.calls == 1
-    assert last()[0] == "host" and "they come from the UNet" in last()[1] and "VAE's encoder" in last()[1]
+    route, reason = last_decode()
+    assert route == "host" and "they come from the UNet" in reason and "VAE's encoder" in reason
     assert len(caplog.messages) == 1 and "they come from the UNet" in caplog.messages[0]
 
 
@@ -223,7 +232,11 @@ TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("choice", TYPES)
-def test_vae_precision_chooses_the_dtype(choice: str, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_option_vae_precision_chooses_the_dtype_of_our_decode(
+    choice: str, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """stored: the dtype of the VAE's weights, which stay as they are, and of the image. The host decodes once, for the
+    check."""
     decoder = diffusers_vae().decoder.to(stored)
     latent = a_latent(decoder)
     runtime.configure(Settings(vae_precision=choice))
@@ -232,7 +245,7 @@ def test_vae_precision_chooses_the_dtype(choice: str, stored: torch.dtype, monke
     host = Host(decoder)
     for _ in range(2):
         picture = decode(host, latent)
-    assert types == [TYPES[choice]] * 2 and last() == ("ours", "") and host.calls == 1
+    assert types == [TYPES[choice]] * 2 and last_decode() == ("ours", "") and host.calls == 1
     assert picture.dtype == stored
     worst = max(CLOSE[choice], 6e-2 if stored == torch.bfloat16 else 0)
     assert relative_error(picture.float(), in_float32(decoder, latent)) < worst
@@ -241,19 +254,19 @@ def test_vae_precision_chooses_the_dtype(choice: str, stored: torch.dtype, monke
     assert (entry.key.dtype, entry.key.latent_dtype, entry.state) == (TYPES[choice], stored, State.PROVED)
 
 
-def test_on_a_cpu_float16_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU takes many times as long in float16."""
+def test_on_a_cpu_vae_precision_fp16_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU takes many times as long in float16. A VAE in float16 stays in it."""
     monkeypatch.setattr("lib_onediff.runtime.vae.wider_type.SLOW_ON_CPU", {"fp16"})
     types = count_decodes(monkeypatch)
     runtime.configure(Settings(vae_precision="fp16"))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         host = Host(diffusers_vae().decoder.to(dtype))
         decode(host, a_latent(host.decoder))
-    assert types == [torch.float32, torch.bfloat16, torch.float16] and last() == ("ours", "")
+    assert types == [torch.float32, torch.bfloat16, torch.float16] and last_decode() == ("ours", "")
 
 
-def test_fp16_gives_no_black_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_half, latent = overflowing()
+def test_vae_precision_fp16_gives_no_black_image_of_a_vae_that_overflows(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_half, latent = overflowing_in_float16()
     decoder = copy.deepcopy(in_half).float()
     types = count_decodes(monkeypatch)
     runtime.configure(Settings(vae_precision="fp16"))
@@ -265,8 +278,9 @@ def test_fp16_gives_no_black_image(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("stored", [None, 3, True, "nonsense", {"saw": NOT_FINITE}, [NOT_FINITE]])
-def test_an_unknown_stored_value_is_ignored(stored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder, latent = overflowing()
+def test_an_unknown_stored_verdict_on_float16_is_ignored(stored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the known verdict (NOT_FINITE) the decode begins in float32, with an unknown one in float16."""
+    decoder, latent = overflowing_in_float16()
     types = count_decodes(monkeypatch)
     host = Host(decoder)
     decode(host, latent)
@@ -278,7 +292,8 @@ def test_an_unknown_stored_value_is_ignored(stored: Any, monkeypatch: pytest.Mon
         assert types[0] == first
 
 
-def foreign(host: Host, latent: Tensor) -> Tensor:
+def decode_refused(host: Host, latent: Tensor) -> Tensor:
+    """The image of a decode that OneDiff must leave to the host."""
     def check() -> None:
         raise Refusal("Decoder.forward was replaced by somebody")
 
@@ -290,36 +305,39 @@ def foreign(host: Host, latent: Tensor) -> Tensor:
 @pytest.mark.parametrize("change", [
     lambda picture: picture * float("nan"), lambda picture: torch.cat([picture[:1] / 0, picture[1:]]),
 ])
-def test_a_black_image_of_the_hosts_is_decoded_again(
+def test_a_black_image_of_the_hosts_own_decode_is_decoded_again_in_float32(
     change: Callable[[Tensor], Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """OneDiff leaves the decode to the host, because somebody has replaced its forward, and the host's image is not
+    finite."""
     host = Host(diffusers_vae().decoder.half(), change)
     latent = a_latent(host.decoder, batch=2)
     with caplog.at_level(logging.WARNING, "onediff"):
-        picture = foreign(host, latent)
+        picture = decode_refused(host, latent)
     assert picture.dtype == torch.float16
     assert (shown(picture) - shown(in_float32(host.decoder, latent))).abs().max() <= STEP
     reason = f"decoded again in float32, because the VAE's own image is {NOT_FINITE}"
-    assert last() == ("ours", reason) and caplog.messages == [f"VAE: {reason}."]
-    assert decodes() == {"ours": 1, "host": 0}
+    assert last_decode() == ("ours", reason) and caplog.messages == [f"VAE: {reason}."]
+    assert decodes_by_route() == {"ours": 1, "host": 0}
 
 
-def test_a_message_names_a_black_image_of_the_hosts_that_ours_cannot_decode(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_message_says_why_a_black_image_of_the_hosts_was_not_decoded_again(caplog: pytest.LogCaptureFixture) -> None:
+    """A hook of an extension on the decoder: OneDiff must not leave it out."""
     host = Host(diffusers_vae().decoder.half(), lambda picture: picture * float("nan"))
     host.decoder.conv_out.register_forward_hook(lambda module, given, output: output)
     latent = a_latent(host.decoder)
     with caplog.at_level(logging.WARNING, "onediff"):
         assert decode(host, latent).isnan().all()
     hooked = "has set a hook on conv_out"
-    assert last()[0] == "host" and last()[1].count(hooked) == 2
+    assert last_decode()[0] == "host" and last_decode()[1].count(hooked) == 2
     assert len(caplog.messages) == 1 and hooked in caplog.messages[0]
 
 
-def test_a_host_that_overflows_where_ours_does_not_decodes_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as a host whose attention has scores in float16."""
+def test_our_decode_is_used_where_only_the_hosts_overflows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a host whose attention has scores in float16. The host decodes once, for the check."""
     host = Host(diffusers_vae().decoder.half(), lambda picture: picture * float("nan"))
     latent = a_latent(host.decoder)
     for _ in range(3):
         picture = decode(host, latent)
         assert (shown(picture) - shown(in_float32(host.decoder, latent))).abs().max() <= STEP
-    assert host.calls == 1 and decodes() == {"ours": 3, "host": 0}
+    assert host.calls == 1 and decodes_by_route() == {"ours": 3, "host": 0}

@@ -10,7 +10,7 @@ import torch
 from grid import name_of
 from own_forward import own_forward
 from torch import Tensor, nn
-from vae_builders import a_latent, diffusers_vae, last, ldm_decoder, ldm_module, our_picture
+from vae_builders import a_latent, diffusers_vae, last_decode, ldm_decoder, ldm_module, routed_picture
 
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.families.registry import DECODERS
@@ -38,14 +38,14 @@ def dropout_at_work(decoder: Any) -> None:
     dropout.train()
 
 
-def check_refused(decoder: Any, reason: str) -> None:
+def assert_left_to_the_host(decoder: Any, reason: str) -> None:
     latent = a_latent(decoder)
     torch.manual_seed(1)
     with torch.no_grad():
         expected = own_forward(decoder)(latent)
     torch.manual_seed(1)
-    assert torch.equal(our_picture(decoder, latent), expected)
-    route, given = last()
+    assert torch.equal(routed_picture(decoder, latent), expected)
+    route, given = last_decode()
     assert route == "host" and re.search(reason, given), given
     assert "\n" not in given
 
@@ -89,35 +89,39 @@ PARAMETER = "it has unknown parameters .1., such as conv_out.adapter"
     (of_diffusers, mixed, "its weights are of mixed types: torch.bfloat16"),
     (of_diffusers, lambda decoder: decoder.double(), "float64"),
 ], ids=name_of)
-def test_a_changed_decoder_is_left_to_the_host(
+def test_a_decoder_that_an_extension_has_changed_is_run_by_the_host(
     make: Callable[[], Any], change: Callable[[Any], Any], reason: str
 ) -> None:
     decoder = make()
     change(decoder)
-    check_refused(decoder, reason)
+    assert_left_to_the_host(decoder, reason)
 
 
-def test_a_patched_class_is_left_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoder_of_a_patched_class_is_run_by_the_host_unless_the_host_trusts_the_patch(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """trusted: modules whose patches the host's adapter knows, and takes into account itself."""
     decoder = ldm_decoder()
     original = ldm_module().AttnBlock.forward
     monkeypatch.setattr(ldm_module().AttnBlock, "forward", lambda self, x: 1 * original(self, x))
-    check_refused(decoder, "AttnBlock.forward was replaced by test_vae_refusals")
+    assert_left_to_the_host(decoder, "AttnBlock.forward was replaced by test_vae_refusals")
     trusting = ldm_decoder()
-    our_picture(trusting, a_latent(trusting), HostTraits(trusted=(__name__,)))
-    assert last() == ("ours", "")
+    routed_picture(trusting, a_latent(trusting), HostTraits(trusted=(__name__,)))
+    assert last_decode() == ("ours", "")
 
 
 @pytest.mark.parametrize(("switch", "reason"), [("tanh_out", "tanh"), ("give_pre_end", "give_pre_end")])
-def test_options_of_ldms_decoder_are_noticed_at_the_next_decode(switch: str, reason: str) -> None:
+def test_an_unsupported_option_of_ldms_decoder_is_noticed_at_the_next_decode(switch: str, reason: str) -> None:
+    """And so is its end."""
     decoder = ldm_decoder()
     latent = a_latent(decoder)
-    our_picture(decoder, latent)
-    assert last() == ("ours", "")
+    routed_picture(decoder, latent)
+    assert last_decode() == ("ours", "")
     setattr(decoder, switch, True)
-    check_refused(decoder, reason)
+    assert_left_to_the_host(decoder, reason)
     setattr(decoder, switch, False)
-    our_picture(decoder, latent)
-    assert last() == ("ours", "")
+    routed_picture(decoder, latent)
+    assert last_decode() == ("ours", "")
 
 
 @pytest.mark.parametrize(("kind", "config"), [
@@ -128,7 +132,7 @@ def test_options_of_ldms_decoder_are_noticed_at_the_next_decode(switch: str, rea
     ("VQModel", {"block_out_channels": (32, 64), "norm_num_groups": 4, "norm_type": "spatial",
                  "down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}),
 ])
-def test_unsupported_autoencoders_are_refused(kind: str, config: dict[str, Any]) -> None:
+def test_an_unsupported_autoencoder_class_is_refused_in_one_line(kind: str, config: dict[str, Any]) -> None:
     import diffusers
 
     with pytest.raises(Refusal) as refusal:
@@ -141,7 +145,7 @@ def test_unsupported_autoencoders_are_refused(kind: str, config: dict[str, Any])
     lambda encoder: setattr(encoder.down[0].downsample, "conv", nn.Conv2d(32, 32, 3, 2, 1)),
     lambda encoder: setattr(encoder.down[1], "block", encoder.down[1].block[:1]),
 ])
-def test_unsupported_encoders_are_refused(change: Callable[[Any], None]) -> None:
+def test_an_encoder_of_another_structure_is_refused_in_one_line(change: Callable[[Any], None]) -> None:
     encoder = ldm_decoder(kind="Encoder")
     change(encoder)
     with pytest.raises(Refusal) as refusal:
@@ -149,21 +153,21 @@ def test_unsupported_encoders_are_refused(change: Callable[[Any], None]) -> None
     assert "\n" not in str(refusal.value)
 
 
-def test_a_latent_of_another_dtype_or_shape_is_refused() -> None:
+def test_a_latent_of_another_dtype_or_shape_gets_the_hosts_exception_and_a_reason() -> None:
     decoder = diffusers_vae().decoder
     with pytest.raises(RuntimeError):
-        our_picture(decoder, a_latent(decoder).half())
-    assert last() == ("host", "the latent is in float16, but the VAE's weights are in float32")
+        routed_picture(decoder, a_latent(decoder).half())
+    assert last_decode() == ("host", "the latent is in float16, but the VAE's weights are in float32")
     with pytest.raises(RuntimeError):
-        our_picture(decoder, a_latent(decoder)[:, :3])
-    assert last()[1] == f"{CALLED}the latent (shape (1, 3, 6, 6)) does not fit this VAE, which takes 4 channels"
+        routed_picture(decoder, a_latent(decoder)[:, :3])
+    assert last_decode()[1] == f"{CALLED}the latent (shape (1, 3, 6, 6)) does not fit this VAE, which takes 4 channels"
 
 
-def test_autocast_to_another_dtype_is_refused() -> None:
+def test_a_decode_under_autocast_to_another_dtype_is_the_hosts() -> None:
     decoder = diffusers_vae().decoder
     latent = a_latent(decoder)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         expected = own_forward(decoder)(latent)
-        ours = our_picture(decoder, latent)
+        ours = routed_picture(decoder, latent)
     assert torch.equal(ours, expected)
-    assert last() == ("host", "PyTorch's autocast computes in bfloat16, but the latent is in float32")
+    assert last_decode() == ("host", "PyTorch's autocast computes in bfloat16, but the latent is in float32")

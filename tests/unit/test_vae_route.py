@@ -13,7 +13,16 @@ import torch
 from builders import generating, relative_error
 from ladder_builders import pretend_a_gpu
 from torch import Tensor
-from vae_builders import Host, a_latent, decode, decodes, diffusers_vae, host_picture, last, our_picture
+from vae_builders import (
+    Host,
+    a_latent,
+    decode,
+    decodes_by_route,
+    diffusers_vae,
+    host_picture,
+    last_decode,
+    routed_picture,
+)
 
 from lib_onediff.core.settings import Settings
 from lib_onediff.devices.torch import operators as torch_ops
@@ -28,13 +37,13 @@ def host() -> Host:
 
 
 def test_only_the_first_decode_at_a_size_runs_the_hosts_too(host: Host) -> None:
-    """Of each decoder: the host's output is needed to check ours."""
+    """Of each decoder: the host's output is needed to check ours. After a purge, it is checked again."""
     asked = []
     for size in ((4, 4), (4, 4), (5, 7), (5, 7), (4, 4)):
         decode(host, a_latent(host.decoder, *size))
         asked.append(host.calls)
     assert asked == [1, 1, 2, 2, 2]
-    assert decodes() == {"ours": 5, "host": 0}
+    assert decodes_by_route() == {"ours": 5, "host": 0}
     other = Host(diffusers_vae(1).decoder)
     for _ in range(2):
         latent = a_latent(other.decoder, 4, 4)
@@ -59,14 +68,17 @@ def test_if_our_first_image_differs_the_hosts_is_returned(change: Any, reason: s
     for calls in (1, 2):
         assert torch.equal(decode(host, latent), change(host_picture(host.decoder, latent)))
         assert host.calls == calls
-        route, given = last()
+        route, given = last_decode()
         assert route == "host" and given.startswith(reason), given
     (row,) = runtime.rows()
     assert (row.state, row.model) == ("failed", "VAE decoder") and row.reason.startswith(reason)
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, TypeError])
-def test_an_internal_error_loses_no_image(host: Host, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]) -> None:
+def test_after_an_error_in_our_decode_the_hosts_image_is_returned(
+    host: Host, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    """After two failures at a size, our forward is not tried again there; other sizes are ours."""
     def broken(*given: Any, **named: Any) -> Tensor:
         raise kind("first line\nsecond line")
 
@@ -74,18 +86,19 @@ def test_an_internal_error_loses_no_image(host: Host, monkeypatch: pytest.Monkey
     latent = a_latent(host.decoder)
     for _ in range(2):
         assert torch.equal(decode(host, latent), host_picture(host.decoder, latent))
-        assert last() == ("host", "OneDiff's computation failed: first line (backend eager)")
+        assert last_decode() == ("host", "OneDiff's computation failed: first line (backend eager)")
     monkeypatch.undo()
     # After two failures, our forward is not tried again.
     assert torch.equal(decode(host, latent), host_picture(host.decoder, latent))
-    assert last() == ("host", "OneDiff's computation failed: first line (backend eager)")
+    assert last_decode() == ("host", "OneDiff's computation failed: first line (backend eager)")
     decode(host, a_latent(host.decoder, 3, 3))
-    assert last() == ("ours", "")
+    assert last_decode() == ("ours", "")
 
 
 def test_out_of_memory_frees_the_graphs_and_what_we_held_before_the_host_decodes(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """freed: whether the graphs were released and, when the host decodes, our tensors are gone."""
     held: list[Any] = []
     freed: list[bool] = []
 
@@ -99,29 +112,29 @@ def test_out_of_memory_frees_the_graphs_and_what_we_held_before_the_host_decodes
     latent = a_latent(host.decoder)
     assert torch.equal(decode(host, latent), host_picture(host.decoder, latent))
     assert freed == [True, True]
-    assert last() == ("host", "the GPU memory was full: OneDiff freed what it held (its CUDA graphs)")
+    assert last_decode() == ("host", "the GPU memory was full: OneDiff freed what it held (its CUDA graphs)")
     monkeypatch.undo()
     host.change = lambda picture: picture
     decode(host, latent)
-    assert last() == ("ours", "")
+    assert last_decode() == ("ours", "")
 
 
 def test_settings_of_a_generation_hold_for_its_decode(host: Host) -> None:
     latent = a_latent(host.decoder)
     with generating(runtime, Settings(enabled=False), "Not today."):
         decode(host, latent)
-        assert last() == ("host", "Not today.")
+        assert last_decode() == ("host", "Not today.")
     decode(host, latent)
-    assert last() == ("ours", "")
+    assert last_decode() == ("ours", "")
 
 
-def test_two_threads_decode_at_once(host: Host) -> None:
+def test_decodes_of_several_threads_get_their_own_images(host: Host) -> None:
     """A1111 decodes live previews in the thread of the page's request."""
     latents = 5 * [a_latent(host.decoder, *size) for size in ((4, 4), (5, 7), (6, 3), (4, 4))]
     with ThreadPoolExecutor(4) as threads:
         for latent, picture in zip(latents, threads.map(partial(decode, host), latents), strict=True):
             assert torch.allclose(picture, host_picture(host.decoder, latent), atol=1e-5)
-    assert decodes() == {"ours": 20, "host": 0}
+    assert decodes_by_route() == {"ours": 20, "host": 0}
 
 
 def test_onediff_keeps_no_decoder_alive(host: Host) -> None:
@@ -132,7 +145,7 @@ def test_onediff_keeps_no_decoder_alive(host: Host) -> None:
     assert gone() is None
 
 
-class Stand:
+class ReplacedKernels:
     """torch's operators in place of our kernels, with a resize that can be made to fail or to be wrong."""
 
     def __init__(self) -> None:
@@ -146,8 +159,8 @@ class Stand:
 
 
 @pytest.fixture
-def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
-    stand = Stand()
+def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReplacedKernels]:
+    stand = ReplacedKernels()
     pretend_a_gpu(monkeypatch, stand)
     return stand
 
@@ -156,30 +169,30 @@ def entries() -> dict[str, str]:
     return {entry.key.backend: entry.state.value for entry in runtime.table.entries()}
 
 
-def test_if_a_kernel_fails_torchs_operators_decode(native: Stand) -> None:
+def test_if_a_kernel_fails_torchs_operators_decode_that_size(native: ReplacedKernels) -> None:
     decoder = diffusers_vae().decoder
     latent = a_latent(decoder)
     native.resize = native.breaks
     reason = "OneDiff's computation failed: no such kernel (backend native)"
     for _ in range(2):
-        assert relative_error(our_picture(decoder, latent), host_picture(decoder, latent)) < 1e-5
-        assert last() == ("ours", reason)
+        assert relative_error(routed_picture(decoder, latent), host_picture(decoder, latent)) < 1e-5
+        assert last_decode() == ("ours", reason)
     assert entries() == {"native": "failed", "eager": "proved"}
     native.resize = torch_ops.resize
-    our_picture(decoder, a_latent(decoder, 3, 3))
-    assert last() == ("ours", "")
+    routed_picture(decoder, a_latent(decoder, 3, 3))
+    assert last_decode() == ("ours", "")
 
 
-def test_if_a_kernel_is_wrong_torchs_operators_decode_from_the_next_image_on(native: Stand) -> None:
+def test_if_a_kernel_is_wrong_torchs_operators_decode_from_the_next_image_on(native: ReplacedKernels) -> None:
     """The image at which it is found is the host's own."""
     decoder = diffusers_vae().decoder
     latent = a_latent(decoder)
     native.resize = lambda *given: 1.01 * torch_ops.resize(*given)
-    assert torch.equal(our_picture(decoder, latent), host_picture(decoder, latent))
-    route, reason = last()
+    assert torch.equal(routed_picture(decoder, latent), host_picture(decoder, latent))
+    route, reason = last_decode()
     assert route == "host" and reason.endswith("(backend native)")
-    assert relative_error(our_picture(decoder, latent), host_picture(decoder, latent)) < 1e-5
-    assert last() == ("ours", reason)
+    assert relative_error(routed_picture(decoder, latent), host_picture(decoder, latent)) < 1e-5
+    assert last_decode() == ("ours", reason)
 
 
 # --- a failure in the middle ------------------------------------------------------------------------------------------
@@ -194,9 +207,10 @@ def raises(error: BaseException) -> Any:
 
 @pytest.mark.parametrize("error", [ValueError("theirs"), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("ours_fails", [False, True])
-def test_an_exception_of_the_host_is_raised_and_is_no_fault_of_ours(
+def test_an_exception_of_the_hosts_decode_is_raised_and_not_counted_as_our_fault(
     host: Host, error: BaseException, ours_fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """ours_fails: OneDiff's code around the decode fails too. The host decodes once."""
     asked: list[int] = []
 
     def fails() -> Tensor:
@@ -211,19 +225,24 @@ def test_an_exception_of_the_host_is_raised_and_is_no_fault_of_ours(
     assert raised.value is error and asked == [1] and runtime.guard.faults == []
     monkeypatch.undo()
     decode(host, latent)
-    assert last()[0] == "ours"
+    assert last_decode()[0] == "ours"
 
 
-def test_a_fault_after_the_hosts_decode_is_logged(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_our_code_around_a_decode_gives_the_hosts_image_and_is_logged(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(runtime.vae, "_serve", raises(IndexError("ours")))
     latent = a_latent(host.decoder)
     assert torch.equal(decode(host, latent), host_picture(host.decoder, latent)) and host.calls == 1
     sentence = "a fault of OneDiff in the VAE's forward, please report it: ours"
-    assert last() == ("host", sentence) and runtime.guard.faults == [sentence]
+    assert last_decode() == ("host", sentence) and runtime.guard.faults == [sentence]
 
 
 @pytest.mark.parametrize("what", ["_note", "_count"])
-def test_a_failing_log_message_loses_no_image(host: Host, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_while_a_decode_is_counted_loses_no_image(
+    host: Host, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """what: the function that notes or counts the decode, after the image is made."""
     latent = a_latent(host.decoder)
     decode(host, latent)
     monkeypatch.setattr(runtime.vae, what, raises(IndexError("no statistics")))

@@ -46,6 +46,8 @@ def route_of(unet: nn.Module, **change: Any) -> str:
 
 
 def test_a_checkpoint_loaded_into_the_same_module_is_checked_anew(errs_with_loud_weights: None) -> None:
+    """Our forward is wrong for one of the two checkpoints (the fixture), which have the same architecture and so the
+    same shape's entry."""
     unet = checkpoint(False)
     other = checkpoint(True)
     before = {name: one.clone() for name, one in unet.state_dict().items()}
@@ -61,7 +63,9 @@ def test_a_checkpoint_loaded_into_the_same_module_is_checked_anew(errs_with_loud
 
 
 @pytest.mark.parametrize(("name", "stays"), [("where_it_lies", True), ("how_it_computes", False)])
-def test_a_verdict_stays_where_the_host_notes_that_it_has_moved_weights(name: str, stays: bool) -> None:
+def test_a_verdict_survives_an_attribute_by_which_the_host_notes_a_move_of_weights(name: str, stays: bool) -> None:
+    """placed: the attributes that a host declares to be such notes. Another new attribute may change what the module
+    computes, so that the weights' identity is another."""
     unet = checkpoint(False)
     network = runtime.services.networks.get(unet)
     network.bound.host_traits = replace(network.bound.host_traits, placed=frozenset({"where_it_lies"}))
@@ -73,8 +77,8 @@ def test_a_verdict_stays_where_the_host_notes_that_it_has_moved_weights(name: st
     assert (network.bound.identity() == before) is stays
 
 
-def test_noise_that_makes_a_shape_ready_proves_nothing_for_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our forward is wrong for large prompt embeddings alone."""
+def test_a_check_with_the_noise_of_a_warm_up_is_repeated_with_a_users_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our forward is wrong for large prompt embeddings alone, which noise has not."""
     compute = FAMILIES.output
 
     def erring(layout: Any, weights: Any, ops: Any, call: Any) -> Any:
@@ -103,7 +107,7 @@ class Transient:
         return self._compute(*given)
 
 
-def test_a_failure_is_tried_again_in_the_next_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_one_failure_our_forward_is_tried_again_in_the_next_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     unet = checkpoint(False)
     Transient(monkeypatch, 1)
     with lib_onediff.sampling(unet):
@@ -113,7 +117,10 @@ def test_a_failure_is_tried_again_in_the_next_sampling(monkeypatch: pytest.Monke
         assert [route_of(unet) for _ in range(2)] == ["plain"] * 2
 
 
-def test_twice_failed_is_the_verdict_of_these_weights_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_two_failures_these_weights_are_the_hosts_until_they_are_compiled_anew(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of the same architecture with other values are ours."""
     unet = checkpoint(False)
     other = checkpoint(False)
     with torch.no_grad():

@@ -16,7 +16,7 @@ def entry() -> Entry:
     return Entry(ShapeKey.of(FAMILIES.read(unet).architecture, torch.float32, a_call(unet), "eager"))
 
 
-def test_the_verdicts_of_so_many_weights_are_kept_and_the_oldest_goes_first(entry: Entry) -> None:
+def test_an_entry_keeps_the_verdicts_of_the_last_weights_and_drops_the_oldest(entry: Entry) -> None:
     names = [f"weights {number}" for number in range(MOST_VERDICTS + 2)]
     for name in names:
         entry.switch_to(name).state = State.PROVED
@@ -26,13 +26,15 @@ def test_the_verdicts_of_so_many_weights_are_kept_and_the_oldest_goes_first(entr
 
 
 def test_weights_that_return_keep_their_verdict_but_not_their_graph(entry: Entry) -> None:
+    """READY (with a graph) becomes PROVED (without one), because the graph of the other weights takes its place."""
     entry.switch_to("one").state = State.READY
     assert entry.switch_to("one").state is State.READY
     assert entry.switch_to("two").state is State.COLD
     assert entry.switch_to("one").state is State.PROVED
 
 
-def test_a_failure_is_retried_once_in_another_sampling(entry: Entry) -> None:
+def test_a_failed_entry_is_retried_once_in_another_sampling(entry: Entry) -> None:
+    """"first" to "third" are samplings. After a second failure the entry stays FAILED."""
     entry.switch_to("one", "first").mark_failed("it fell", "first", is_final=False)
     assert entry.switch_to("one", "first").state is State.FAILED
     assert entry.switch_to("one", "second").state is State.COLD

@@ -40,9 +40,10 @@ ONEFLOW = OneFlow(FAMILIES.output)
     (an_entry(), ONEFLOW.allowed_error(torch.float32), 4e-6, 6e-6),
     (an_entry(torch.float16, lossy=Lossy("fp8")), 0.0, 0.11, 0.13),
 ])
-def test_outputs_are_accepted_within_the_limit_of_their_dtype_and_options(
+def test_a_check_accepts_errors_up_to_the_limit_of_the_dtype_and_the_options(
     entry: Entry, allowed: float, passes: float, fails: float
 ) -> None:
+    """passes and fails: relative errors below and above the limit. allowed: what a backend may err besides."""
     expected = torch.ones(64)
     assert why_it_differs(entry, expected * (1 + passes), lambda: expected, allowed=allowed) is None
     assert "rounding explains" in why_it_differs(entry, expected * (1 + fails), lambda: expected, allowed=allowed)
@@ -55,16 +56,18 @@ def test_outputs_are_accepted_within_the_limit_of_their_dtype_and_options(
     (torch.float32, float("nan"), 4e-6, 6e-6), (torch.float16, 2e-3, 5.5e-3, 6.5e-3),
     (torch.float16, 1.0, 9e-3, 1.1e-2), (torch.bfloat16, 1.5e-2, 4e-2, 5e-2), (torch.bfloat16, 1.0, 5e-2, 7e-2),
 ])
-def test_limits_follow_what_rounding_does_in_this_network(
+def test_a_check_accepts_more_where_the_network_amplifies_rounding(
     dtype: torch.dtype, moves: float, passes: float, fails: float
 ) -> None:
+    """moves: by how much a change of rounding moves the network's output; see the comment for its three ranges."""
     expected = torch.ones(64)
     entry = an_entry(dtype)
     assert why_it_differs(entry, expected * (1 + passes), lambda: expected, spread=lambda: moves) is None
     assert "rounding explains" in why_it_differs(entry, expected * (1 + fails), lambda: expected, spread=lambda: moves)
 
 
-def test_nothing_is_measured_where_an_error_is_usual_or_far_too_large() -> None:
+def test_the_effect_of_rounding_is_measured_only_for_errors_in_between() -> None:
+    """It costs two forwards. Below the usual limit the output is accepted, far above it is refused, without them."""
     def spread() -> float:
         raise AssertionError("two forwards for nothing")
 
@@ -93,7 +96,9 @@ def next_numbers() -> tuple[float, ...]:
     return float(torch.rand(())), random.random(), float(numpy.random.rand()), OWN.random()
 
 
-def test_checks_leave_the_random_numbers_as_they_were() -> None:
+def test_checks_restore_the_random_generators_for_the_host() -> None:
+    """torch's, Python's, numpy's, and one of an extension (OWN). computed_twice() finds functions that compute
+    something else each time; prove() compares with the host."""
     def compute() -> Tensor:
         return torch.randn(8) + random.random() + numpy.random.rand()
 
@@ -130,7 +135,10 @@ def counting(counter: Any) -> Callable[[], int]:
     (__name__, True), (f"{__name__}.more", True), ("rp.py", True),
     ("somebody_else", False),
 ])
-def test_numbers_of_the_extensions_own_objects_are_set_back(module: str, is_set_back: bool) -> None:
+def test_a_check_sets_back_the_numbers_that_an_extension_counts_in_its_own_objects(
+    module: str, is_set_back: bool
+) -> None:
+    """So that a check does not count as a call. Objects of other modules, and what is no number, stay."""
     counter = type("Counter", (), {"__module__": module})()
     counter.count = 0
     counter.name = "kept"
@@ -162,9 +170,10 @@ class Recalled(History):
     # Functions of other extensions may compute something else each time.
     (True, State.PROVED, True, False, True), (True, State.PROVED, True, True, True),
 ])
-def test_only_first_and_unproved_outputs_are_compared(
+def test_an_output_is_compared_unless_the_history_or_the_entry_has_a_verdict_that_holds(
     recalled: bool, state: State, patches: bool, is_warm_up: bool, is_compared: bool
 ) -> None:
+    """recalled: whether an earlier process has the verdict. Each case's reason is beside it."""
     entry = an_entry(**(PATCHED if patches else {}))
     calls = []
     entry.state = state
@@ -180,9 +189,10 @@ def test_only_first_and_unproved_outputs_are_compared(
 @pytest.mark.parametrize(("is_warm_up", "times_host", "is_settled", "is_timed"), [
     (True, True, False, True), (False, True, False, False), (True, False, False, False), (True, True, True, False),
 ])
-def test_a_host_whose_output_is_known_is_timed_often_where_nobody_waits(
+def test_a_host_whose_output_needs_no_check_is_timed_only_in_a_warm_up(
     is_warm_up: bool, times_host: bool, is_settled: bool, is_timed: bool
 ) -> None:
+    """Where nobody waits for it, unless its time is settled or not wanted."""
     entry = an_entry()
     calls = []
     if is_settled:

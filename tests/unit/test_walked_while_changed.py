@@ -47,6 +47,7 @@ def while_another_adds(add: Callable[[int], object], walk: Callable[[], object])
 
 
 def test_entries_can_be_forgotten_while_another_thread_adds_some() -> None:
+    """Python raises where a dictionary changes while it is iterated."""
     table = ShapeTable()
     keys = [dataclasses.replace(KEY, batch=number) for number in range(2000)]
     for key in keys:
@@ -59,6 +60,7 @@ def test_entries_can_be_forgotten_while_another_thread_adds_some() -> None:
 
 
 def test_a_weak_dictionary_can_be_listed_while_another_thread_changes_it() -> None:
+    """Afterwards it lists what is in it, without keys that are gone."""
     modules = [nn.Identity() for _ in range(1000)]
     known: WeakDictionary[nn.Module, int] = WeakDictionary({module: 0 for module in modules[:500]})
 

@@ -80,7 +80,10 @@ def finished(queue: WarmUp, job: Job) -> Job:
     return next(now for now in queue.jobs() if now.id == job.id)
 
 
-def test_a_size_is_made_ready_for_both_kinds_of_calls(webui: SmallWebUI, queue: WarmUp) -> None:
+def test_a_pre_warmed_size_is_checked_for_calls_with_and_without_the_negative_prompt(
+    webui: SmallWebUI, queue: WarmUp
+) -> None:
+    """Two images: batches of 4 (with the negative prompt) and of 2, three calls of each."""
     (job,) = queue.add([Size(64, 72, 2)], "panel")
     assert (job.state, job.total, job.source) == ("queued", 6, "panel")
     done = finished(queue, job)
@@ -92,7 +95,7 @@ def test_a_size_is_made_ready_for_both_kinds_of_calls(webui: SmallWebUI, queue: 
     assert {(shape.batch, shape.tokens, shape.state) for shape in row.shapes} == {(4, 77, "proved"), (2, 77, "proved")}
 
 
-def test_a_size_that_cannot_be_fails_with_its_reason_and_the_next_goes_on(queue: WarmUp) -> None:
+def test_a_size_that_cannot_be_pre_warmed_fails_with_its_reason_and_the_next_one_goes_on(queue: WarmUp) -> None:
     failing, faulty, following = queue.add([Size(512, 512), Size(64, 64, 64), SMALL], "panel")
     failed = finished(queue, failing)
     assert (failed.state, failed.reason, failed.done) == ("failed", "512x512 is more than this model can draw", 0)
@@ -101,7 +104,8 @@ def test_a_size_that_cannot_be_fails_with_its_reason_and_the_next_goes_on(queue:
     assert finished(queue, following).state == "done"
 
 
-def test_cancelling_twenty_sizes_lets_only_the_one_in_progress_end(webui: SmallWebUI, queue: WarmUp) -> None:
+def test_cancelling_the_queue_stops_after_the_call_in_progress(webui: SmallWebUI, queue: WarmUp) -> None:
+    """Of twenty sizes, three are done. The fourth may have ended or been cancelled in the middle."""
     jobs = queue.add([Size(64 + 8 * step, 64) for step in range(20)], "panel")
     while len(webui.calls) < 3 * 6 + 2:
         time.sleep(0.001)
@@ -115,14 +119,14 @@ def test_cancelling_twenty_sizes_lets_only_the_one_in_progress_end(webui: SmallW
     assert len(states) == len(jobs) and queue.stop() == 0, "there is nothing left to cancel"
 
 
-# --- what it tells ----------------------------------------------------------------------------------------------------
+# --- its progress -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("route", "reason", "calls"), [
     ("graph", "", [(64, 64, 2), (64, 64, 1)]),
     ("plain", "its graph needs 900 MiB", [*[(64, 64, 2)] * 3, *[(64, 64, 1)] * 3]),
 ])
-def test_a_graph_that_is_there_needs_no_more_calls_and_why_there_is_none_is_said(
+def test_a_size_with_a_graph_is_done_after_one_call_and_one_without_says_why(
     webui: SmallWebUI, monkeypatch: pytest.MonkeyPatch, route: str, reason: str, calls: list[tuple[int, int, int]]
 ) -> None:
     """As on a GPU, where the third call of a size finds the graph that the second has captured."""
@@ -136,10 +140,11 @@ def test_a_graph_that_is_there_needs_no_more_calls_and_why_there_is_none_is_said
     assert (done.state, done.done, done.share, done.reason, webui.calls) == ("done", 6, 1.0, reason, calls)
 
 
-def test_progress_follows_the_work_and_is_whole_at_the_end_alone(
+def test_the_share_done_grows_and_is_1_only_after_the_decode(
     webui: SmallWebUI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The decode takes as long as everything before it; the second size knows that."""
+    """The decode takes as long as everything before it; the second size knows that, so that its share before the decode
+    is smaller."""
     decoding = threading.Event()
     shares = []
     queue = WarmUp(webui, runtime, JobQueue())
@@ -206,7 +211,8 @@ class UnfairWebUI(SmallWebUI):
             pass
 
 
-def test_a_picture_is_not_passed_by_where_the_lock_is_not_fair() -> None:
+def test_an_image_waits_for_at_most_one_call_of_the_queue_even_with_an_unfair_lock() -> None:
+    """passed_by: the calls made between an image's request for the lock and its turn."""
     unet = builders.diffusers_unet()
     webui = UnfairWebUI(unet)
     queue = WarmUp(webui, runtime, JobQueue())
@@ -227,7 +233,7 @@ def test_a_picture_is_not_passed_by_where_the_lock_is_not_fair() -> None:
     assert max(passed_by) <= 1, passed_by
 
 
-def test_the_program_can_end_in_the_middle() -> None:
+def test_the_process_can_end_in_the_middle_of_a_pre_warm() -> None:
     """Python 3.10 to 3.13 abort when a daemon thread is inside a library of C++ at the end."""
     program = """
 import sys, time

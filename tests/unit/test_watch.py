@@ -116,7 +116,8 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_noticed_and_nothing_else(change: str) -> None:
+def test_every_change_of_a_module_tree_is_noticed_but_not_of_its_weights_values(change: str) -> None:
+    """Nor a call, nor a dictionary that is written with equal values."""
     network: Any = Block()
     for module in (network, network.first):
         module.register_forward_hook(louder)
@@ -135,7 +136,7 @@ def test_a_change_is_noticed_and_nothing_else(change: str) -> None:
 @pytest.mark.parametrize(("owner", "name"), [
     (nn.LayerNorm, "forward"), (nn.functional, "layer_norm"), (nn.functional, "linear"), (Block, "forward"),
 ])
-def test_code_that_is_replaced_is_noticed_and_so_is_its_return(
+def test_replaced_code_of_classes_and_functions_is_noticed_until_it_is_put_back(
     owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     network = Block()
@@ -165,7 +166,10 @@ BY_DATA: dict[str, tuple[Callable[[Any, Any], object], Callable[[Any, Any], Any]
 
 
 @pytest.mark.parametrize("name", BY_DATA)
-def test_code_that_is_reached_through_data_is_part_of_the_digest(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_methods_of_objects_that_the_code_reaches_through_data_are_noticed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BY_DATA: where the object lies (put), and the method that is replaced. The digest names the code in the store."""
     network = ByData()
     put, replacement = BY_DATA[name]
     monkeypatch.setitem(TABLE, "torch", [Backend()])
@@ -183,7 +187,7 @@ def test_code_that_is_reached_through_data_is_part_of_the_digest(name: str, monk
     assert tree.is_unchanged(network) and Tree(network, frozenset(), frozenset()).digest == digest
 
 
-def test_a_function_in_a_table_on_the_module_is_part_of_the_digest() -> None:
+def test_another_function_in_a_table_on_the_module_is_noticed() -> None:
     network = ByData()
     tree = Tree(network, frozenset(), frozenset())
     digest = tree.digest
@@ -191,7 +195,7 @@ def test_a_function_in_a_table_on_the_module_is_part_of_the_digest() -> None:
     assert not tree.is_unchanged(network) and Tree(network, frozenset(), frozenset()).digest != digest
 
 
-def test_code_called_by_our_operators_is_part_of_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replaced_function_that_our_operators_call_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     network = Block()
     tree = Tree(network, frozenset(), frozenset())
     digest = tree.digest
@@ -228,8 +232,9 @@ def with_a_class() -> None:
 
 
 @pytest.mark.parametrize("function, reached", [(with_an_object, {compute}), (with_a_class, {make, compute})])
-def test_what_makes_an_object_runs_where_code_names_its_class_alone(function: Any, reached: set[Any]) -> None:
-    """WebUIs have objects from their start, whose constructors reach the whole program."""
+def test_a_constructor_is_reached_only_from_code_that_names_the_class(function: Any, reached: set[Any]) -> None:
+    """reached: of the functions make (called by the constructor) and compute (by the method). WebUIs have objects from
+    their start, whose constructors reach the whole program."""
     assert {make, compute}.intersection(Code([function]).functions.values()) == reached
 
 
@@ -238,7 +243,7 @@ class ByCast(nn.Module):
         return cast(torch.Tensor, x)
 
 
-def test_another_body_of_a_function_of_the_standard_library_is_part_of_the_digest(
+def test_another_body_of_a_function_of_the_standard_library_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     network = ByCast()

@@ -42,7 +42,9 @@ def addresses_of(binding: Binding) -> list[int]:
 
 
 @EVERY_UNET
-def test_binding_takes_no_memory_and_leaves_ordinary_parameters_with_the_same_bits(build: Callable) -> None:
+def test_binding_takes_no_more_memory_and_unbinding_restores_ordinary_parameters(build: Callable) -> None:
+    """bind() returns the bytes that it copied: those of fused layers once, none at a second time. Values keep their
+    bits."""
     unet = build()
     size = storage_bytes(unet)
     objects = dict(unet.named_parameters())
@@ -69,6 +71,8 @@ def test_binding_takes_no_memory_and_leaves_ordinary_parameters_with_the_same_bi
 
 
 def test_binding_never_writes_into_a_storage_that_the_host_may_keep() -> None:
+    """backup: what a host keeps of a weight before a LoRA is merged, a view of its memory; of before and after the
+    binding."""
     unet = diffusers_unet()
     layer = unet.mid_block.attentions[0].transformer_blocks[0].attn2.to_k
     backup = layer.weight.detach()
@@ -85,7 +89,7 @@ def test_binding_never_writes_into_a_storage_that_the_host_may_keep() -> None:
 
 @pytest.mark.parametrize("create_in_inference_mode", [True, False])
 @pytest.mark.parametrize("call_in_inference_mode", [True, False])
-def test_parameters_made_in_inference_mode_bind_and_run(
+def test_a_unet_made_or_called_in_inference_mode_is_served_and_restored(
     create_in_inference_mode: bool, call_in_inference_mode: bool
 ) -> None:
     with torch.inference_mode(create_in_inference_mode):
@@ -120,6 +124,7 @@ def test_parameters_made_in_inference_mode_and_moved_outside_of_it_are_served() 
 
 
 def test_a_unet_with_a_lora_merged_in_inference_mode_is_served() -> None:
+    """A part of its parameters then is of inference mode, and stays so."""
     unet = diffusers_unet(**SDXL)
     call = a_call(unet)
     for name, layer in unet.named_modules():
@@ -155,7 +160,8 @@ def test_unsupported_weights_are_refused_in_one_line_and_left_alone(spoil: Calla
     assert addresses_of(binding) == addresses
 
 
-def test_layers_that_are_cast_may_be_stored_in_other_types_unless_fused_layers_differ() -> None:
+def test_float8_weights_are_bound_if_the_host_casts_them_unless_fused_layers_differ() -> None:
+    """cast_to: the dtype to which the host casts each weight when it uses it."""
     unet = diffusers_unet()
     for layer in unet.modules():
         if isinstance(layer, (nn.Linear, nn.Conv2d)):
@@ -174,6 +180,7 @@ def test_layers_that_are_cast_may_be_stored_in_other_types_unless_fused_layers_d
 
 
 def test_a_bound_unet_is_saved_and_loaded_like_any_other(tmp_path: Path) -> None:
+    """By safetensors, torch.save and diffusers: with the same values, and without the fused memory twice."""
     from diffusers import UNet2DConditionModel
     from safetensors.torch import load_file, save_file
 
@@ -191,7 +198,8 @@ def test_a_bound_unet_is_saved_and_loaded_like_any_other(tmp_path: Path) -> None
     assert same(before, values(loaded))
 
 
-def test_weights_are_given_back_on_a_card_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unbinding_on_a_full_gpu_restores_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """copy_of: the copy that it would make on the GPU, which raises here."""
     unet = diffusers_unet(**SDXL)
     before = values(unet)
     binding = Binding(unet, FAMILIES.read(unet))
@@ -219,11 +227,10 @@ class Louder(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["contiguous", "clone", "copy_", "detach", "split", "cpu", "to", "a mode"])
-def test_weights_keep_their_bits_whatever_stands_in_the_place_of_torchs_functions(
+def test_binding_keeps_every_bit_under_other_extensions_replacements_of_torchs_functions(
     monkeypatch: pytest.MonkeyPatch, name: str,
 ) -> None:
-    """Another extension's function, or its torch mode, may be active while a UNet is bound, and a wrong weight would
-    stay wrong."""
+    """Here each multiplies its results by 1.1. A wrong weight would stay wrong."""
     unet = diffusers_unet(**SD1)
     before = values(unet)
     binding = Binding(unet, FAMILIES.read(unet))
@@ -250,7 +257,8 @@ def test_weights_keep_their_bits_whatever_stands_in_the_place_of_torchs_function
     assert same(before, values(unet))
 
 
-def test_only_what_a_binding_laid_out_channels_last_is_put_back() -> None:
+def test_only_convolutions_that_a_binding_made_channels_last_are_made_contiguous_again() -> None:
+    """The others were channels last before."""
     unet = diffusers_unet(**SD1)
     convolutions = [one for one in unet.parameters() if one.dim() == 4 and one.shape[-1] > 1]
     theirs = convolutions[::2]

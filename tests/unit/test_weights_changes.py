@@ -50,14 +50,14 @@ class Compiled:
         self.call: UNetCall = a_call(self.unet)
         self.first = served(self.unet, self.call)
 
-    def answers_as_the_host(self, call: UNetCall, most: float = 1e-5) -> torch.Tensor:
+    def assert_output_is_the_hosts(self, call: UNetCall, most: float = 1e-5) -> torch.Tensor:
         expected = diffusers_output(self.unet, call)
         assert relative_error(served(self.unet, call), expected) < most
         assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
         return expected
 
-    def answers_with_changed_weights(self, moved: bool) -> None:
-        assert relative_error(self.answers_as_the_host(self.call), self.first) > 1e-4
+    def assert_change_is_followed(self, moved: bool) -> None:
+        assert relative_error(self.assert_output_is_the_hosts(self.call), self.first) > 1e-4
         assert runtime.services.networks[self.unet].bound.epoch.addresses == (2 if moved else 1)
 
 
@@ -82,16 +82,18 @@ def replaced(layer: Any) -> None:
 
 @grid(path=LAYERS, change=[in_place, behind_autograds_back, pointed_elsewhere, replaced])
 def test_a_change_takes_effect_at_the_next_call_and_moved_weights_are_bound_again(path: str, change: Any) -> None:
+    """An edit in place binds nothing again (epoch.addresses)."""
     compiled = Compiled()
     change(compiled.unet.get_submodule(path))
-    compiled.answers_with_changed_weights(moved=change in (pointed_elsewhere, replaced))
+    compiled.assert_change_is_followed(moved=change in (pointed_elsewhere, replaced))
 
 
 @pytest.mark.parametrize("assign", [False, True])
-def test_another_checkpoint_is_bound_again_where_it_is_assigned(assign: bool) -> None:
+def test_a_loaded_checkpoint_takes_effect_and_is_bound_again_only_if_it_is_assigned(assign: bool) -> None:
+    """assign: load_state_dict replaces the parameters in place of copying into them."""
     compiled = Compiled()
     compiled.unet.load_state_dict(diffusers_unet(1, **SMALL_XL).state_dict(), assign=assign)
-    compiled.answers_with_changed_weights(moved=assign)
+    compiled.assert_change_is_followed(moved=assign)
 
 
 def test_a_layer_that_takes_the_place_of_a_freed_one_is_read_again() -> None:
@@ -105,12 +107,12 @@ def test_a_layer_that_takes_the_place_of_a_freed_one_is_read_again() -> None:
         del attention.to_q
         attention.to_q = randomise(nn.Linear(width, width, bias=False), seed)
         same_id = same_id or (seed > 0 and id(attention.to_q) == before)  # its position in the order changes at first
-        compiled.answers_as_the_host(compiled.call)
+        compiled.assert_output_is_the_hosts(compiled.call)
     if not same_id:
         pytest.skip("Python gave no layer the id of the one before")
 
 
-def test_a_parameter_that_takes_the_place_of_a_freed_one_is_seen() -> None:
+def test_a_parameter_with_the_id_and_address_of_a_freed_one_takes_effect() -> None:
     """Freed memory is reused: a new parameter may have the id, address and edit count of an old one."""
     compiled = Compiled()
     layer = compiled.unet.add_embedding.linear_2
@@ -132,7 +134,7 @@ def test_a_parameter_that_takes_the_place_of_a_freed_one_is_seen() -> None:
 
 
 @grid(path=[KEYS_OF_CONTEXT, LABEL_EMBEDDING], inference_context=[False, True])
-def test_an_edit_of_parameters_made_in_inference_mode_counts_at_the_next_call(
+def test_an_edit_of_parameters_made_in_inference_mode_takes_effect_at_the_next_call(
     path: str, inference_context: bool
 ) -> None:
     """torch counts no edits of inference tensors."""
@@ -142,11 +144,12 @@ def test_an_edit_of_parameters_made_in_inference_mode_counts_at_the_next_call(
     with torch.inference_mode(inference_context):
         given = {name: getattr(compiled.call, name).clone() for name in ("latent", "timestep", "context", "y")}
         compiled.call = replace(compiled.call, **given)
-        compiled.answers_with_changed_weights(moved=False)
+        compiled.assert_change_is_followed(moved=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_a_unet_cast_to_another_type_and_back_is_followed(dtype: torch.dtype) -> None:
+def test_a_unet_cast_to_another_dtype_and_back_is_bound_anew_each_time(dtype: torch.dtype) -> None:
+    """float64 is not supported: then the host computes."""
     compiled = Compiled()
     compiled.unet.to(dtype)
     call = replace(compiled.call, **{
@@ -156,9 +159,9 @@ def test_a_unet_cast_to_another_type_and_back_is_followed(dtype: torch.dtype) ->
         assert torch.equal(served(compiled.unet, call), diffusers_output(compiled.unet, call))
         assert lib_onediff.status()["reason"].endswith("is stored as float64")
     else:
-        compiled.answers_as_the_host(call, 5 * torch.finfo(dtype).eps)
+        compiled.assert_output_is_the_hosts(call, 5 * torch.finfo(dtype).eps)
     compiled.unet.float()
-    compiled.answers_as_the_host(compiled.call)
+    compiled.assert_output_is_the_hosts(compiled.call)
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {
@@ -171,7 +174,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("change", [*CHANGES.values(), None], ids=[*CHANGES, "nothing"])
-def test_a_unet_is_freed_whatever_happened_to_it(change: Callable[[Any], object] | None) -> None:
+def test_a_deleted_unet_is_freed_whatever_happened_to_it_before(change: Callable[[Any], object] | None) -> None:
     """At once, and not only by a garbage collection."""
     unet = lib_onediff.compile_unet(diffusers_unet())
     served(unet, a_call(unet))
@@ -195,7 +198,11 @@ def must_be_right(unet: Any, call: Any, what: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(25 if WHOLE else 1))
-def test_an_edit_counts_at_the_next_call(pretended: PretendedGraphs, seed: int) -> None:
+def test_each_of_many_random_edits_takes_effect_at_the_next_call_with_graphs(
+    pretended: PretendedGraphs, seed: int
+) -> None:
+    """EDITS: every kind of edit that hosts and extensions make, in a random order, with and without new prompts and
+    samplings."""
     chance = random.Random(seed)
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL), backend=NATIVE)
     call = a_call(unet)

@@ -84,7 +84,7 @@ def settings_with(standing: Settings = OWN, **written: str) -> Settings:
 # --- which axes there are ---------------------------------------------------------------------------------------------
 
 
-def test_registering_twice_adds_nothing_and_unloading_leaves_the_plot_as_found() -> None:
+def test_adding_the_axes_twice_adds_nothing_and_removing_them_restores_the_plot() -> None:
     plot = plot_of()
     listed = plot.axis_options
     others = plot.axis_options[:1]
@@ -95,7 +95,7 @@ def test_registering_twice_adds_nothing_and_unloading_leaves_the_plot_as_found()
     assert plot.axis_options is listed and listed == others
 
 
-def test_every_option_of_a_run_has_an_axis_and_its_choices_can_all_be_drawn() -> None:
+def test_every_option_of_a_run_has_an_axis_and_each_of_its_choices_sets_it() -> None:
     options = [option for option in fields(Settings) if option.metadata["per_run"]]
     labels = [axis.label for axis in plot_of().axis_options]
     assert len(options) >= 10 and len(set(labels)) == len(labels)
@@ -122,6 +122,7 @@ def test_switches_accept_the_usual_words_for_on_and_off(word: str, meant: bool) 
 
 
 def test_a_value_holds_for_its_cell_alone() -> None:
+    """A WebUI copies the generation for each cell, but only its own attributes: dictionaries are shared."""
     p = Generation()
     before = dict(vars(p))
     overrides = dict(p.override_settings)
@@ -145,7 +146,8 @@ def test_axes_override_the_options_of_the_run() -> None:
     assert settings_with(replace(OWN, enabled=True), preset="Off").enabled is False
 
 
-def test_a_preset_comes_first_whatever_the_order_of_the_axes() -> None:
+def test_single_options_override_a_preset_whatever_the_order_of_the_axes() -> None:
+    """"Off" wins over the other options."""
     one = settings_with(preset=FAST, deepcache_interval="5")
     other = settings_with(deepcache_interval="5", preset=FAST)
     assert one == other and one.deepcache_interval == 5
@@ -155,7 +157,7 @@ def test_a_preset_comes_first_whatever_the_order_of_the_axes() -> None:
     assert settings_with(deepcache_interval="5", preset="Off").enabled is False
 
 
-def test_values_that_change_nothing_are_reported() -> None:
+def test_a_cell_whose_option_has_no_effect_because_onediff_is_off_gets_a_comment() -> None:
     off = replace(OWN, enabled=False)
 
     def told(**written: str) -> list[str]:
@@ -176,7 +178,7 @@ def test_values_that_change_nothing_are_reported() -> None:
     ("skip_negative_after", "100", "100"), ("low_bit_budget", "nan", "nan"),
     (xyz.PRESET, "Balanced, Best", "no preset 'Best'"),
 ])
-def test_a_wrong_value_is_refused_with_a_sentence(name: str, text: str, told: str) -> None:
+def test_a_wrong_value_on_an_axis_is_refused_with_a_sentence(name: str, text: str, told: str) -> None:
     axis = axis_of(name)
     with pytest.raises(RuntimeError) as refusal:
         values_on(axis, text)
@@ -184,7 +186,8 @@ def test_a_wrong_value_is_refused_with_a_sentence(name: str, text: str, told: st
     assert told in said and said.startswith(axis.label) and said.endswith(".")
 
 
-def test_while_onediff_is_switched_off_nothing_is_drawn() -> None:
+def test_a_plot_with_our_axes_is_refused_while_onediff_is_switched_off() -> None:
+    """Otherwise all its cells would be equal."""
     axis = axis_of("deepcache_interval", replace(OWN, enabled=False))
     with pytest.raises(RuntimeError, match="switched off in the settings tab"):
         axis.confirm(Generation(), [3])

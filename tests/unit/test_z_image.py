@@ -52,8 +52,9 @@ def ours(unet: Any, given: dict[str, Any]) -> Tensor:
     return torch.stack(unet(**given, return_dict=False)[0])
 
 
-def test_the_output_is_the_hosts_and_an_edit_takes_effect_at_the_next_call() -> None:
-    """With prompts that are padded to one length, and to several."""
+def test_our_output_is_close_to_the_hosts_and_an_edit_takes_effect_at_the_next_call() -> None:
+    """ours() compares. With prompts that are padded to one length, and to several; the edits are of a padding token and
+    of four kinds of layers."""
     unet = lib_onediff.compile_unet(network())
     for inputs in ((6, 10, (1,)), (14, 2, (32, 9)), (8, 8, (600, 33)), (16, 24, (70, 3, 64))):
         given = call(*inputs)
@@ -69,8 +70,10 @@ def test_the_output_is_the_hosts_and_an_edit_takes_effect_at_the_next_call() -> 
 
 
 @torch.no_grad()
-def test_a_graph_replays_prompts_of_other_lengths(pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If they are padded to the same length."""
+def test_a_graph_replays_prompts_of_other_lengths_that_are_padded_alike(
+    pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All lengths are padded to 32 tokens."""
     monkeypatch.setattr(runtime.two_gpus, "is_used", False)
     unet = lib_onediff.compile_unet(network(), backend=NATIVE)
     for tokens in ((9, 31), (20, 3), (32, 1), (5, 32)):
@@ -98,7 +101,7 @@ def test_loras_are_computed_and_uncompiling_restores_the_pipeline() -> None:
 
 
 @torch.no_grad()
-def test_the_images_of_a_pipeline_are_the_hosts() -> None:
+def test_the_images_of_a_z_image_pipeline_are_close_to_the_hosts() -> None:
     """With guidance, prompts of several lengths, and Flux's VAE, which OneDiff computes too."""
     diffusers = pytest.importorskip("diffusers")
     blocks = 2
@@ -127,7 +130,8 @@ def test_the_images_of_a_pipeline_are_the_hosts() -> None:
     lib_onediff.uncompile_pipe(pipe)
 
 
-def test_units_name_every_layer_once() -> None:
+def test_units_of_z_image_name_every_layer_once() -> None:
+    """Units decide in which order weights are streamed."""
     layout = FAMILIES.read(network())
     family = FAMILIES.of(layout)
     named = [name for unit in family.units(layout, family.example(layout, (8, 8), 1, 77, torch.randn)) for name in unit]
@@ -148,7 +152,7 @@ def test_units_name_every_layer_once() -> None:
     (IN_CALL, {"cap_feats": [torch.ones(3, 5)] * 2}, "the prompt (shape"),
 ], ids=lambda value: "" if isinstance(value, dict) else value)
 @torch.no_grad()
-def test_unsupported_calls_are_computed_by_the_original_forward(
+def test_an_unsupported_z_image_network_or_call_is_computed_by_diffusers(
     where: str, change: dict[str, Any], reason: str
 ) -> None:
     check_left_to_the_host(network, "layers.1", call(), where, change, reason)

@@ -88,7 +88,7 @@ def host_picture(decoder: Any, latent: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def our_picture(
+def routed_picture(
     decoder: Any, latent: Tensor, host_traits: HostTraits = HostTraits(),  # noqa: B008
     settings: Settings | None = None, **options: Any
 ) -> Tensor:
@@ -98,13 +98,13 @@ def our_picture(
     return route.decode(decoder, latent, lambda: own_forward(decoder)(latent), **options)
 
 
-def last() -> tuple[str | None, str]:
+def last_decode() -> tuple[str | None, str]:
     """The route of the last decode and its reason."""
     status = runtime.vae.status()
     return status["route"], status["reason"]
 
 
-def decodes() -> dict[str, int]:
+def decodes_by_route() -> dict[str, int]:
     """The number of decodes by each route."""
     return runtime.vae.status()["calls"]
 
@@ -135,7 +135,7 @@ def decode(host: Host, latent: Tensor) -> Tensor:
     return runtime.vae.decode(host.decoder, latent, lambda: host(latent))
 
 
-def overflowing(make: Callable[[], Any] = lambda: diffusers_vae().decoder) -> tuple[Any, Tensor]:
+def overflowing_in_float16(make: Callable[[], Any] = lambda: diffusers_vae().decoder) -> tuple[Any, Tensor]:
     """A decoder (or an encoder) in float16 whose activations exceed float16's largest number by a factor of two, and a
     latent for it.
 
