@@ -10,12 +10,12 @@ from lib_onediff.weights import bound
 from lib_onediff.weights.streaming import Streaming
 
 
-class Early:
+class EarlyCopyStream:
     """A CopyStream that copies at once when copy() is called. If marks are wrong, it overwrites weights that are still
     to be read."""
 
     def __init__(self) -> None:
-        self.behind: list[Callable[[], None]] = []
+        self.waiting: list[Callable[[], None]] = []
 
     def computed(self) -> int:
         return 0
@@ -29,21 +29,21 @@ class Early:
         pass
 
 
-class Late(Early):
+class LateCopyStream(EarlyCopyStream):
     """A CopyStream that copies only when something waits for its mark. If marks are wrong, old weights are read."""
 
     def copy(self, copies: Any, after: Any) -> int:
-        self.behind.append(lambda: super(Late, self).copy(copies, after) and None)
-        return len(self.behind)
+        self.waiting.append(lambda: super(LateCopyStream, self).copy(copies, after) and None)
+        return len(self.waiting)
 
     def wait(self, mark: int) -> None:
-        for one in self.behind[:mark]:
+        for one in self.waiting[:mark]:
             one()
-        self.behind[:mark] = [lambda: None] * len(self.behind[:mark])
+        self.waiting[:mark] = [lambda: None] * len(self.waiting[:mark])
 
 
-def use_lane(monkeypatch: pytest.MonkeyPatch, lane: Callable[[], Early]) -> None:
+def use_copy_stream(monkeypatch: pytest.MonkeyPatch, copy_stream: Callable[[], EarlyCopyStream]) -> None:
     """Let streamed weights be copied by this CopyStream."""
     monkeypatch.setattr(bound, "streaming_of", lambda of, units, memory: Streaming(
-        of, units, lane(), memory, pinned=False
+        of, units, copy_stream(), memory, pinned=False
     ))

@@ -83,7 +83,8 @@ def holdings(card: Any = None, applied: int = 0) -> Any:
 
 
 @pytest.mark.parametrize(("budget", "allowed"), [(0, 250), (100, 100), (999, 999), (1000, 1000), (5000, 1000)])
-def test_a_budget_is_within_the_card_and_a_quarter_of_it_by_default(budget: int, allowed: int) -> None:
+def test_a_budget_is_limited_to_the_gpus_memory_and_a_quarter_of_it_by_default(budget: int, allowed: int) -> None:
+    """budget: the option in MiB; 0 is the default. The pretended Card has 1000 MiB."""
     assert holdings().allowed(budget, CUDA) == allowed * MEBIBYTE
 
 
@@ -98,10 +99,12 @@ def test_without_a_gpu_no_graph_is_allowed() -> None:
     # 700 free, and 10 unused outside of the graphs' pools; 200 are left for others.
     (5000, 510), (561, 511 - 1), (560, 510), (559, 509),
 ])
-def test_room_is_what_the_budget_and_the_card_leave(budget: int, room: int) -> None:
+def test_room_for_graphs_is_what_the_budget_and_the_gpu_leave(budget: int, room: int) -> None:
+    """In MiB; negative: so much must be freed."""
     assert holdings().room(budget, CUDA) == room * MEBIBYTE
 
 
-def test_without_a_gpu_a_budget_counts_what_is_applied() -> None:
+def test_without_a_gpu_a_budget_limits_the_bytes_of_changed_weights_alone() -> None:
+    """7 bytes are weights that we keep cast or with LoRAs. A budget of 0 means no limit then."""
     assert holdings(applied=7).room(0, CPU) == UNLIMITED
     assert holdings(applied=7).room(3, CPU) == 3 * MEBIBYTE - 7

@@ -23,6 +23,8 @@ OWN = "http://127.0.0.1:7860"
     {"sec-fetch-site": "none"}, {"sec-fetch-site": "same-origin", "origin": "https://behind.a.proxy.example"},
 ])
 def test_the_servers_own_pages_and_programs_are_allowed(headers: dict[str, str]) -> None:
+    """Programs send neither Origin nor Sec-Fetch-Site. Behind a proxy, Origin is another name, and Sec-Fetch-Site says
+    same-origin."""
     for origins in (Origins(), Origins(strict_host=True)):
         assert not origins.is_foreign({"host": "127.0.0.1:7860", **headers})
 

@@ -231,6 +231,8 @@ def test_a_fault_while_a_graph_is_prepared_leaves_the_call_to_our_forward(
 def test_a_fault_while_a_call_is_read_leaves_it_to_the_host_and_is_logged_once(
     unet: nn.Module, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """timestep_of_batch is a part of reading diffusers' arguments. The output is equal to diffusers' own; the second
+    call is not logged again."""
     given = diffusers_arguments(a_call(unet))
     monkeypatch.setattr(diffusers_host, "timestep_of_batch", raises(IndexError("ours")))
     sentence = "a fault of OneDiff in the UNet's forward, please report it: ours"
@@ -285,6 +287,8 @@ def test_a_patched_method_refuses_invalid_arguments_as_without_our_patch() -> No
 def test_a_model_that_we_fail_to_read_runs_in_diffusers_and_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
+    """Families.read makes the layout of a model's layers. It is tried once; the first call has the fault as its reason,
+    and later ones that the model could not be read."""
     unet = diffusers_unet()
     given = diffusers_arguments(a_call(unet))
     monkeypatch.setattr(registry.Families, "read", raises(TypeError("ours")))

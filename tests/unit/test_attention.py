@@ -123,6 +123,7 @@ def test_the_fastest_implementation_that_runs_here_is_chosen(ms: dict[str, float
 
 
 def test_wide_heads_use_gemms_and_never_torchs_kernel_that_stores_all_scores() -> None:
+    """VAE: one head of width 512. No other implementation is timed."""
     clock = Clock()
     assert measured(clock, "VAE", torch.bfloat16) == GEMM and clock.timed == [GEMM]
 

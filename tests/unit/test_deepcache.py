@@ -184,7 +184,9 @@ def test_a_jump_back_in_time_is_reported() -> None:
 
 
 def test_timesteps_in_another_unit_than_the_samplers_are_refused() -> None:
-    """diffusers' pipelines of Cosmos and Anima have such timesteps. img2img may begin at the last step."""
+    """diffusers' pipelines of Cosmos and Anima call with timesteps from 1 to 0 beside a schedule from 1000 to 80. 0.97
+    must not be taken for its end: the position is refused, without which no policy applies. In one unit, 0.97 is
+    between the first two steps, and belongs to the first."""
     def position(time: float, times: list[float]) -> Position:
         return Sampling(times=lambda: times).position(torch.full((2,), time))
 

@@ -66,7 +66,7 @@ READ_BY_WHOLE_PASSES = "mid_block.resnets.0.conv1"
 @pytest.mark.parametrize(("path", "halves"), [
     (READ_BY_BOTH, [FULL, CACHED, FULL, FULL, CACHED]), (READ_BY_WHOLE_PASSES, [FULL, CACHED, CACHED, FULL, CACHED]),
 ])
-def test_an_edit_counts_at_once_in_the_outer_part_and_at_the_next_whole_step_elsewhere(
+def test_an_edit_takes_effect_at_once_in_the_outer_part_and_at_the_next_whole_step_elsewhere(
     rig: Rig, pretended: PretendedGraphs, path: str, halves: list[str]
 ) -> None:
     """The weights are edited before step 2, a cached one by its schedule. The outer part needs a full pass then; the
@@ -125,7 +125,7 @@ def routes_and_last(rig: Rig, count: int, edit: Callable[[], None]) -> tuple[lis
 @pytest.mark.parametrize(("block", "routes"), [
     (SHALLOW, ["graph", "graph", "host"]), (DEEP, ["graph", "graph", "graph", "host"]),
 ])
-def test_code_that_is_replaced_counts_at_once_or_at_the_next_whole_step(
+def test_replaced_code_takes_effect_at_once_in_the_outer_part_and_at_the_next_whole_step_elsewhere(
     rig: Rig, block: str, routes: list[str], edit: Callable[[Any], None]
 ) -> None:
     """A function or hook is set before step 2, a cached one. The host computes calls with such code: at once where the
@@ -134,7 +134,8 @@ def test_code_that_is_replaced_counts_at_once_or_at_the_next_whole_step(
     assert routes_and_last(rig, len(routes), lambda: edit(layer)) == (routes, 0)
 
 
-def test_code_of_a_module_that_both_parts_share_counts_at_once(rig: Rig) -> None:
+def test_replaced_code_of_a_module_that_both_parts_share_takes_effect_at_once(rig: Rig) -> None:
+    """One Dropout is in a layer of the outer part and in one of the deep part."""
     shared = nn.Dropout(0.0)
     rig.unet.get_submodule("down_blocks.1.attentions.0.transformer_blocks.0.ff.net")[1] = shared
     rig.unet.get_submodule(SHALLOW).dropout = shared
@@ -142,6 +143,7 @@ def test_code_of_a_module_that_both_parts_share_counts_at_once(rig: Rig) -> None
 
 
 def test_pre_warming_makes_both_passes_ready(rig: Rig) -> None:
+    """Three warm-up calls outside of a sampling suffice: every call of the next image is a replay."""
     with runtime.warming_up():
         for _ in range(3):
             rig.run(call_of(rig.unet, 500.0))

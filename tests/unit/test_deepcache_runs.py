@@ -90,6 +90,8 @@ HALVES = {
 
 @pytest.mark.parametrize("calls", HALVES.values(), ids=HALVES)
 def test_calls_of_the_same_prompt_and_shape_share_a_feature_and_new_ones_are_full(calls: list[One]) -> None:
+    """calls: those of a sampling, each with the expected pass. rig.check compares each output with the Oracle's, which
+    has the feature of the same prompt."""
     rig = Rig(SMALL_XL)
     rig.begin(STEPS[:8])
     for number, (time, half, names, size, tokens) in enumerate(calls):

@@ -181,6 +181,8 @@ def test_the_inputs_of_a_graph_include_image_prompts() -> None:
 
 @pytest.mark.parametrize("change", ["scale", "adapter's weights", "other adapter", "image"])
 def test_image_prompts_are_computed_again_after_a_change(change: str) -> None:
+    """Their keys and values are kept from call to call. After each change, the output must be another one, and close to
+    diffusers'."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
     load_ip_adapters(unet, "plain")
     given = images("plain")

@@ -9,7 +9,7 @@ from lib_onediff.weights.module_tree import ModuleStates
 
 
 @pytest.mark.parametrize("network", ["sdxl", "cosmos", "anima"])
-def test_an_edit_counts_at_the_next_step_that_reads_it(network: str) -> None:
+def test_an_edit_takes_effect_at_the_next_step_that_reads_it(network: str) -> None:
     """The tool edits weights, code and modules at random between steps, and compares each output with that of a twin,
     which the host's own code runs. Over 60 steps must be replays of cached passes."""
     report = edits_in_samplings.run(network, 30, seed=3)

@@ -45,6 +45,8 @@ def test_empty_options_and_data_that_the_unet_never_reads_are_ignored(
 
 
 def test_functions_that_the_network_never_reads_are_named_only_if_other_functions_run() -> None:
+    """{"block", "skip_reshape"}: the names that the network's code reads. Another function that runs in the call could
+    read the options."""
     tome = {"patches": {"attn1_patch": [function_of("tome.py")]}}
     assert unknown_options(tome, {"block", "skip_reshape"}, False) == []
     assert unknown_options(tome, {"block", "skip_reshape"}, True) == ["patches[attn1_patch] by tome.py"]

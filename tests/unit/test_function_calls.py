@@ -261,6 +261,8 @@ def test_out_of_memory_in_a_function_leaves_the_host_its_random_numbers(scene: S
 def test_a_kernel_that_fails_after_functions_leaves_the_next_backend_their_random_numbers(
     scene: Scene, native_operators: StandInOperators
 ) -> None:
+    """The native backend's kernel fails after some functions have run. In the next backend they run again, with the
+    numbers that they would have drawn at first."""
     runtime.release_memory()
     expected, then = scene.expected()
     scene.begin()
@@ -270,7 +272,8 @@ def test_a_kernel_that_fails_after_functions_leaves_the_next_backend_their_rando
     assert relative_error(output, expected) < CLOSE and numbers() == then
 
 
-def test_functions_that_fail_only_in_our_forward_run_in_the_webuis(pretended: Any) -> None:
+def test_functions_that_fail_only_in_our_forward_leave_the_call_to_the_webuis(pretended: Any) -> None:
+    """The function raises until the host runs. Output and random numbers are those of the host's forward alone."""
     scene = Scene()
     with torch.no_grad():
         runtime.run(scene.unet, scene.call, lambda: our_output(scene.unet, scene.call))

@@ -98,6 +98,7 @@ def test_a_pinned_graph_is_not_dropped_for_another_model(unet: nn.Module, preten
 
 
 def test_a_graph_larger_than_the_budget_is_never_captured(unet: nn.Module, pretended: PretendedGraphs) -> None:
+    """The reason names the option with its value."""
     allow(1)
     for _ in range(4):
         assert error(unet, a_call(unet)) < CLOSE
@@ -165,7 +166,9 @@ def test_releasing_memory_drops_graphs_but_not_their_checks(unet: nn.Module) -> 
     make_ready_again(unet)
 
 
-def test_a_lowered_budget_holds_from_the_next_sampling_on(unet: nn.Module, pretended: PretendedGraphs) -> None:
+def test_a_lowered_budget_applies_from_the_next_sampling_on(unet: nn.Module, pretended: PretendedGraphs) -> None:
+    """allow() sets it. Graphs over the budget are dropped at the beginning of a sampling, and captured again within
+    it."""
     make_ready(unet, LARGE, SMALL, MIDDLE)
     allow(memory_of(entry("96x96").needs) // MEBIBYTE + 4)
     runtime.begin_sampling(unet)

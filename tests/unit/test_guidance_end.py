@@ -98,6 +98,8 @@ def test_the_first_steps_calls_are_remembered_if_weights_move_or_the_status_is_r
 def test_after_a_fault_of_the_policy_the_whole_call_and_the_rest_of_the_image_are_computed(
     caplog: pytest.LogCaptureFixture
 ) -> None:
+    """broken: the function that gives the policy the rows of the prompt. The output equals that of a sampling without
+    the policy."""
     ours = Samplings("guidance")
     ours.begin()
 

@@ -60,6 +60,7 @@ def test_rows_are_read_by_the_next_process(used: Path) -> None:
 
 
 def test_without_a_folder_history_lasts_for_the_process() -> None:
+    """Verdicts and pins are kept in memory; forget() drops the verdicts, and no pins."""
     history = History()
     history.keep([])
     history.keep_verdict(checked(KEY))

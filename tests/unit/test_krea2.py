@@ -12,7 +12,8 @@ import torch
 from builders import randomise, relative_error
 from left_to_the_host import IN_BLOCK, IN_CALL, check_left_to_the_host
 from own_forward import own_forward
-from test_streaming import AWAY, Computer, Early, Late, computer
+from streaming_builders import EarlyCopyStream, LateCopyStream
+from test_streaming import AWAY, TwoMemories, two_memories
 from torch import Tensor, nn
 
 import lib_onediff
@@ -26,7 +27,7 @@ SMALL = {
     "text_num_attention_heads": 2, "text_num_key_value_heads": 1, "text_intermediate_size": 48,
     "axes_dims_rope": (8, 12, 12),
 }
-__all__ = ["computer"]
+__all__ = ["two_memories"]
 
 
 def network(**config: Any) -> Any:
@@ -116,20 +117,22 @@ def test_with_norms_in_float32_our_error_is_at_most_a_tenth_above_diffusers() ->
     assert output.dtype == torch.bfloat16 and relative_error(output.float(), exact) < 1.1 * host
 
 
-@pytest.mark.parametrize("lane", [Early, Late])
+@pytest.mark.parametrize("copy_stream", [EarlyCopyStream, LateCopyStream])
 @torch.no_grad()
-def test_streamed_weights_have_arrived_when_they_are_read(computer: Computer, lane: type[Early]) -> None:
-    """Half of the weights are in main memory, and copied for each step. lane: copies as early or as late as the order
-    allows, so that a missing wait gives a wrong output."""
-    computer.lane = lane
-    computer.is_away = AWAY["half"]
+def test_streamed_weights_have_arrived_when_they_are_read(
+    two_memories: TwoMemories, copy_stream: type[EarlyCopyStream]
+) -> None:
+    """Half of the weights are in main memory, and copied for each step. copy_stream: copies as early or as late as the
+    order allows, so that a missing wait gives a wrong output."""
+    two_memories.copy_stream = copy_stream
+    two_memories.is_away = AWAY["half"]
     transformer = network(num_layers=4)
-    computer.knows(transformer)
+    two_memories.knows(transformer)
     lib_onediff.compile_unet(transformer)
     for size in ((3, 5), (3, 5), (3, 5), (4, 4)):
         given = call(*size)
         assert relative_error(transformer(**given).sample, own_forward(transformer)(**given).sample) < 1e-5
-    assert computer.alone == 0 and "of its weights are copied" in lib_onediff.status()["reason"]
+    assert two_memories.alone == 0 and "of its weights are copied" in lib_onediff.status()["reason"]
 
 
 def test_loras_are_computed_in_our_forward_and_uncompiling_restores_the_pipeline() -> None:

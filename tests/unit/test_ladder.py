@@ -63,6 +63,8 @@ def test_a_kernel_that_fails_leaves_the_call_to_the_next_backend(
 def test_where_every_backend_fails_the_host_serves(
     unet: nn.Module, native_operators: StandInOperators, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The native backend's operators fail, and torch's, which all other backends use."""
+
     def broken(*given: Any) -> Tensor:
         raise RuntimeError("torch is broken too")
 
@@ -103,6 +105,7 @@ def test_a_backend_whose_output_differs_from_diffusers_is_not_used_again(
 def test_an_exception_in_a_capture_does_not_lose_the_output_and_is_the_reason(
     unet: nn.Module, native_operators: StandInOperators, monkeypatch: pytest.MonkeyPatch, fault: Exception, why: str
 ) -> None:
+    """prepare() of the graphs' maker raises. It is tried once for a shape."""
     attempts: list[Any] = []
 
     def fail(*arguments: Any) -> None:
@@ -162,6 +165,8 @@ def test_kernels_are_loaded_on_another_thread_when_a_unet_is_compiled(
 def test_if_a_backend_does_not_load_the_next_one_serves_and_the_unet_can_be_freed(
     native_operators: StandInOperators, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The kept reason must not hold the exception, whose frames have the UNet."""
+
     def fails(*given: Any, **more: Any) -> None:
         raise RuntimeError("no image for this device\nand more")
 

@@ -147,6 +147,8 @@ def test_8_bit_outputs_too_far_from_the_hosts_are_not_used(
 
 
 def test_the_probe_of_float8_finds_wrong_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe multiplies two matrices as the GPU's first use of float8. Products of zeros and a missing kernel must
+    give a reason, not an exception."""
     assert float8.float8_support(CPU, torch.float16).result in (torch.float16, torch.bfloat16)
     monkeypatch.setattr(float8, "product", lambda tokens, weight, bias, result: torch.zeros(64, 128, device=CPU))
     found = float8.float8_support(CPU, torch.float16)

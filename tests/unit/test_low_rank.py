@@ -172,4 +172,5 @@ def test_a_plain_lora_of_the_forge_family_becomes_a_low_rank_update(parts: tuple
     [0.5, ("lora", (UP, DOWN, 4.0)), 1.0, None, torch.neg],
 ], ids=["with a middle", "DoRA", "of a part", "LoHa", "difference", "strength of the model", "offset", "function"])
 def test_patches_that_are_not_plain_loras_stay_functions_of_the_host(patch: list[Any]) -> None:
+    """low_rank_update returns None for them: the host's own function is applied to the weight."""
     assert low_rank_update(patch, WEIGHT) is None

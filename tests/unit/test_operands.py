@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from streaming_builders import Early, Late
+from streaming_builders import EarlyCopyStream, LateCopyStream
 from torch import Tensor, nn
 
 from lib_onediff.core.layer_weights import LayerWeights, LowRank, QuantizedWeight
@@ -216,13 +216,13 @@ def in_order(operands: Operands) -> list[Tensor]:
     return [one.clone() for one in found]
 
 
-@pytest.mark.parametrize("lane", [Early, Late])
+@pytest.mark.parametrize("copy_stream", [EarlyCopyStream, LateCopyStream])
 @pytest.mark.parametrize("kinds", [*ALIKE, ("decoded", "decoded"), ("flat", "flat"), ("flat", None)], ids=str)
 def test_weights_streamed_from_main_memory_give_equal_operands(
-    kinds: Any, lane: Any, monkeypatch: pytest.MonkeyPatch
+    kinds: Any, copy_stream: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """lies_away makes every weight seem to be in main memory. lane copies them as early or as late as the order allows.
-    After scales were edited, the next forward has the new ones."""
+    """lies_away makes every weight seem to be in main memory. copy_stream copies them as early or as late as the order
+    allows. After scales were edited, the next forward has the new ones."""
     root = network(*kinds, by_rows=True)
     expected = in_order(operands_of(bound_to(root)))
     for module in (binding_module, streaming_module):
@@ -231,7 +231,7 @@ def test_weights_streamed_from_main_memory_give_equal_operands(
     binding.cast_to = torch.float32
     binding.bind(device=torch.device("cpu"))
     units = [binding.apart.get("both", ["both"]), ["plain"]]
-    streaming = Streaming(binding, units, lane(), MainMemory(), pinned=False)
+    streaming = Streaming(binding, units, copy_stream(), MainMemory(), pinned=False)
     copied = [one for stored in map(File().weight, root.children()) if stored is not None for one in stored.scales]
     for _ in range(2):
         stored = binding.weights()

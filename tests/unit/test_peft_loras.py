@@ -182,8 +182,9 @@ def without(unet: Any, seed: int) -> Tensor:
     return diffusers_output(diffusers_unet(**SMALL_XL), a_call(unet, seed=seed))
 
 
-def test_changes_of_loras_between_calls_count_at_the_next_call() -> None:
-    """After the first LoRA, no change moves weights, so that graphs would stay valid."""
+def test_changes_of_loras_between_calls_take_effect_at_the_next_call() -> None:
+    """Each output is compared with diffusers' own. After the first LoRA, no change moves weights, so that graphs would
+    stay valid (epoch.addresses)."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
     is_ours(unet)
     generation = runtime.services.networks.get(unet).bound.epoch.addresses
@@ -264,7 +265,7 @@ def test_diffusers_serves_a_lora_that_our_forward_does_not_compute(
 
 
 @pytest.mark.parametrize("scale", [0.5, 1.0])
-def test_a_calls_lora_scale_holds_for_that_call_only(scale: float) -> None:
+def test_a_calls_lora_scale_applies_to_that_call_only(scale: float) -> None:
     """cross_attention_kwargs' scale, which diffusers sets on all layers during the call. Calls with and without it
     alternate."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
@@ -300,6 +301,7 @@ def test_diffusers_serves_a_lora_scale_that_our_forward_cannot_apply() -> None:
 
 
 def test_diffusers_serves_while_its_projections_are_fused() -> None:
+    """fuse_qkv_projections() joins the layers that our forward reads. The reason says how to undo it."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
     unet.fuse_qkv_projections()
     is_the_hosts(unet, "unfuse_qkv_projections()")

@@ -69,6 +69,7 @@ def test_a_sampling_on_a_full_gpu_drops_graphs_until_there_is_room_and_pinned_on
 
 
 def test_on_a_full_gpu_no_graph_is_captured_until_there_is_room(unet: nn.Module, card: PretendedCard) -> None:
+    """Only 64 MiB are free, less than is left for the host. The reason says so until other programs free memory."""
     served(unet, a_call(unet))
     leave(card, 64 << 20)
     for _ in range(3):
@@ -211,6 +212,7 @@ def test_a_call_is_tried_once_more_if_graphs_had_the_memory(
 
 
 def test_out_of_memory_in_a_capture_frees_the_other_graphs(unet: nn.Module, card: PretendedCard) -> None:
+    """The call's output is not lost. What the capture would have needed was known, and free when it began."""
     make_ready(unet, (8, 8))
     for _ in range(2):
         served(unet, a_call(unet, 8, 10))

@@ -22,8 +22,8 @@ def options(*arguments: str) -> Any:
 
 @pytest.mark.parametrize("network", ["sdxl-graphs", "a1111", "anima"])
 def test_after_random_edits_every_output_is_close_to_the_hosts_and_most_are_ours(network: str) -> None:
-    """The tool edits a network at random between calls, and compares each output with the host's. report is False also
-    if too few calls were ours."""
+    """The tool edits a network at random between calls, and compares each output with the host's. report() is also
+    False if too few calls were ours."""
     lines: list[str] = []
     tallies, failures = random_edits.run(
         options("--networks", network, "--kinds", KINDS, "--edits", "50", "--seed", "1"), lines.append

@@ -73,6 +73,7 @@ def test_a_unet_that_was_never_adopted_or_was_released_is_served_by_the_host(own
 
 @pytest.mark.usefixtures("host_timed_often")
 def test_the_status_describes_the_last_call(own: Runtime, adopted: Any) -> None:
+    """Its values before any call, and after four. A ratio needs times of the host and of ours."""
     status = own.status()
     assert (status["route"], status["model"], status["resolution"], status["step_ms"]) == (None, None, None, None)
     assert status["reason"] == "no image has been made yet" and set(status["calls"].values()) == {0}
@@ -106,7 +107,8 @@ def test_the_first_log_line_names_the_backend_and_the_reason(own: Runtime, monke
 
 @pytest.mark.parametrize("how", ["configured", "its own", "for the run"])
 def test_while_onediff_is_off_the_host_serves(own: Runtime, how: str) -> None:
-    """Off in the runtime's settings, for this UNet, or for one image."""
+    """Off in the runtime's settings, for this UNet, or for one image. run() returns how often the host's forward
+    ran."""
     unet = diffusers_unet()
     off = Settings(enabled=False)
     own.adopt(unet, off if how == "its own" else None)
@@ -137,7 +139,7 @@ def test_a_fault_in_looking_up_a_unet_leaves_the_call_to_the_host_with_a_reason(
     assert "a fault of OneDiff in looking a UNet up" in own.status()["reason"]
 
 
-def test_training_keeps_the_hosts_forward_and_its_gradients() -> None:
+def test_a_call_that_records_gradients_is_computed_by_the_host_and_has_them() -> None:
     unet = lib_onediff.compile_unet(diffusers_unet())
     call = a_call(unet)
     unet(call.latent, call.timestep, call.context).sample.sum().backward()

@@ -18,7 +18,7 @@ import torch
 from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet, relative_error, served
 from graph_builders import PretendedGraphs
 from ladder_builders import StandInOperators, reason, served_by
-from streaming_builders import Early, Late, use_lane
+from streaming_builders import EarlyCopyStream, LateCopyStream, use_copy_stream
 from torch import Tensor, nn
 
 import lib_onediff
@@ -44,7 +44,7 @@ class TwoMemories:
 
     def __init__(self) -> None:
         self.is_away: Callable[[str], bool] = lambda name: True
-        self.lane: type[Early] = Late
+        self.copy_stream: type[EarlyCopyStream] = LateCopyStream
         self.alone = 0
         self._names: dict[int, str] = {}
 
@@ -62,7 +62,7 @@ def two_memories(pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(streaming, "RING", 1 << 14)
     monkeypatch.setattr(streaming, "LEAST_CHUNK", 1 << 12)
     monkeypatch.setattr(binding, "lies_away", found.lies_away)
-    use_lane(monkeypatch, lambda: found.lane())
+    use_copy_stream(monkeypatch, lambda: found.copy_stream())
     made = streaming.room_of
     alone = Streaming.alone
 
@@ -98,14 +98,14 @@ def is_right(unet: Any, call: Any) -> bool:
     return relative_error(served(unet, call), diffusers_output(unet, call)) < ROUNDING
 
 
-@pytest.mark.parametrize("lane", [Early, Late])
+@pytest.mark.parametrize("copy_stream", [EarlyCopyStream, LateCopyStream])
 @pytest.mark.parametrize("which", AWAY)
 def test_our_output_with_streamed_weights_is_close_to_the_hosts(
-    two_memories: TwoMemories, lane: type[Early], which: str
+    two_memories: TwoMemories, copy_stream: type[EarlyCopyStream], which: str
 ) -> None:
-    """which: the weights in main memory. lane: whether copies come as early or as late as their marks allow; a wrong
-    mark gives a wrong weight in one of them."""
-    two_memories.lane = lane
+    """which: the weights in main memory. copy_stream: whether copies come as early or as late as their marks allow; a
+    wrong mark gives a wrong weight in one of them."""
+    two_memories.copy_stream = copy_stream
     two_memories.is_away = AWAY[which]
     unet = compiled_with(two_memories)
     for size in (8, 8, 8, 12, 12, 12):
@@ -126,12 +126,12 @@ def test_the_units_of_a_network_are_all_its_layers_and_a_cached_pass_has_fewer(t
     assert [unit for unit in whole if unit in shallow] == shallow and len(shallow) < len(whole)
 
 
-@pytest.mark.parametrize("lane", [Early, Late])
+@pytest.mark.parametrize("copy_stream", [EarlyCopyStream, LateCopyStream])
 def test_a_cached_pass_of_deepcache_names_every_weight_that_it_reads(
-    two_memories: TwoMemories, lane: type[Early]
+    two_memories: TwoMemories, copy_stream: type[EarlyCopyStream]
 ) -> None:
     """A weight that its units do not name would be copied by itself (alone)."""
-    two_memories.lane = lane
+    two_memories.copy_stream = copy_stream
     unet = compiled_with(two_memories)
     plain = copy.deepcopy(unet)
     cached = compiled_with(two_memories, deepcache_interval=2, deepcache_depth=1)
@@ -142,10 +142,12 @@ def test_a_cached_pass_of_deepcache_names_every_weight_that_it_reads(
     assert two_memories.alone == 0
 
 
-@pytest.mark.parametrize("lane", [Early, Late])
-def test_no_edit_leaves_an_old_weight_in_the_ring(two_memories: TwoMemories, lane: type[Early]) -> None:
+@pytest.mark.parametrize("copy_stream", [EarlyCopyStream, LateCopyStream])
+def test_no_edit_leaves_an_old_weight_in_the_ring(
+    two_memories: TwoMemories, copy_stream: type[EarlyCopyStream]
+) -> None:
     """Edits in place, in a way that torch does not count, by moving a parameter, and by replacing it."""
-    two_memories.lane = lane
+    two_memories.copy_stream = copy_stream
     unet = compiled_with(two_memories)
     call = a_call(unet)
     other = diffusers_unet(seed=5, **SMALL_XL)
@@ -186,12 +188,12 @@ def test_weights_are_copied_only_while_the_webui_keeps_them_in_main_memory(two_m
         assert network is not None and (network.bound.streaming is None) == (not network.bound.binding.away)
 
 
-@pytest.mark.parametrize("lane", [Early, Late])
+@pytest.mark.parametrize("copy_stream", [EarlyCopyStream, LateCopyStream])
 def test_after_a_forward_that_failed_in_the_middle_the_next_one_is_right(
-    two_memories: TwoMemories, native_operators: StandInOperators, lane: type[Early]
+    two_memories: TwoMemories, native_operators: StandInOperators, copy_stream: type[EarlyCopyStream]
 ) -> None:
     """Copies that had begun must not be taken for those of the next forward."""
-    two_memories.lane = lane
+    two_memories.copy_stream = copy_stream
     unet = compiled_with(two_memories)
     call = a_call(unet)
     for _ in range(2):
