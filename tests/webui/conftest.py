@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import requests
 from webui_client import WebUI
-from webui_models import Models, told_models, without_hash
+from webui_models import Models, models_named, without_hash
 from webui_process import HostProcess
 
 
@@ -70,7 +70,7 @@ def standalone(webui: WebUI) -> WebUI:
 def models(request: pytest.FixtureRequest, webui: WebUI) -> Iterator[Models]:
     """The models of the WebUI under test. Its first checkpoint is loaded again at the end."""
     option = request.config.getoption
-    found = Models(webui, told_models(option("--models", default=None), option("--model", default=[])))
+    found = Models(webui, models_named(option("--models", default=None), option("--model", default=[])))
     first = found.loaded()
     yield found
     with contextlib.suppress(requests.ConnectionError):  # It may have gone in the meantime: still_there tells.

@@ -73,9 +73,11 @@ def page(opened: Any) -> Any:
 
 
 @grid(theme=["light", "dark"], width=[1400, 400])
-def test_axe_finds_nothing_no_word_is_cut_and_nothing_sticks_out(
+def test_every_view_passes_axe_cuts_no_text_and_fits_the_page(
     browser: Any, webui: WebUI, sd15: Models, theme: str, width: int
 ) -> None:
+    """In both themes, on a wide and on a narrow page. look() checks one view; least: the texts that axe must have found
+    in it, which shows that the view was there."""
     webui.txt2img()
     found: dict[str, list[str]] = {}
     # The other rules ask for names and roles, which are the same in every theme and at every width.
@@ -101,7 +103,7 @@ def test_axe_finds_nothing_no_word_is_cut_and_nothing_sticks_out(
         compare = Compare(browser)
         compare.show()
         compare.choose("compare_left", "Balanced")
-        compare.made(images=2)
+        compare.run_to_end(images=2)
         look("Compare, made", f"#{TAB}", 30)
         compare.show_report()
         compare.compare_report("OneDiff consistency report, format 1\n[Model]\nName: other", "differ")
@@ -132,7 +134,8 @@ def press(browser: Any, *keys: str) -> None:
     ActionChains(browser.driver).send_keys(*keys).perform()
 
 
-def test_tab_reaches_every_control(page: Any) -> None:
+def test_the_tab_key_reaches_every_control(page: Any) -> None:
+    """before: the element from which the key is pressed; least: the controls that there must be."""
     browser = page
 
     def tab_through(selector: str, before: str, least: int) -> None:
@@ -174,8 +177,8 @@ def moved(before: Any, browser: Any) -> list[Any]:
     return [pair for pair in zip(before, now, strict=True) if pair[0] != pair[1]]
 
 
-def test_a_new_status_moves_nothing(standalone: WebUI, page: Any) -> None:
-    """No control in the accordion or below it moves, whatever the status and the error are."""
+def test_no_control_moves_when_the_status_or_an_error_changes(standalone: WebUI, page: Any) -> None:
+    """In the accordion and below it."""
     browser = page
     with standalone.options(onediff_enabled=False):
         standalone.txt2img()

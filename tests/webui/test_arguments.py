@@ -16,7 +16,7 @@ def with_arguments(*arguments: Any) -> dict[str, Any]:
     return {"alwayson_scripts": {"OneDiff": {"args": list(arguments)}}}
 
 
-def said(pictures: Pictures) -> str:
+def onediff_in(pictures: Pictures) -> str:
     """The value of the infotext's key for OneDiff."""
     return pictures.info["infotexts"][0].partition("OneDiff: ")[2].partition(",")[0].strip()
 
@@ -56,22 +56,22 @@ def by_infotext(webui: WebUI) -> Pictures:
 
 
 @pytest.mark.parametrize("way", [by_settings, by_overrides, by_changes, by_infotext])
-def test_every_way_makes_the_same_picture_and_leaves_nothing(
+def test_options_set_in_every_way_make_the_same_image_and_do_not_outlast_it(
     webui: WebUI, sd15: Models, way: Callable[[WebUI], Pictures]
 ) -> None:
-    """The X/Y/Z plot is tested in test_xyz_grid.py."""
+    """way: by the settings, by a request's overrides, by the text of changed options, or by an infotext. Each is
+    compared with the image of script arguments. The X/Y/Z plot is tested in test_xyz_grid.py."""
     exact = webui.txt2img(**TEN_STEPS)
     expected = webui.txt2img(**TEN_STEPS, **one_run(**OPTIONS))
-    assert largest_difference(expected, exact) > 0 and all(f"{name} " in said(expected) for name in OPTIONS)
+    assert largest_difference(expected, exact) > 0 and all(f"{name} " in onediff_in(expected) for name in OPTIONS)
     made = way(webui)
-    assert largest_difference(made, expected) == 0 and said(made) == said(expected)
+    assert largest_difference(made, expected) == 0 and onediff_in(made) == onediff_in(expected)
     after = webui.txt2img(**TEN_STEPS)
-    assert largest_difference(after, exact) == 0 and said(after) == said(exact) == "on"
+    assert largest_difference(after, exact) == 0 and onediff_in(after) == onediff_in(exact) == "on"
 
 
-def test_disabled_in_the_settings(webui: WebUI, sd15: Models) -> None:
-    """OneDiff then has no hook in place, whatever a run asks for, and images are bit for bit those of a run without
-    it."""
+def test_onediff_disabled_in_the_settings_has_no_hook_whatever_a_run_asks_for(webui: WebUI, sd15: Models) -> None:
+    """Images are bit for bit those of a run without it."""
     off = run_off(webui, {})
     with webui.options(onediff_enabled=False):
         assert webui.status()["enabled"] is False
@@ -96,5 +96,6 @@ def test_status_and_infotext_describe_the_last_image(webui: WebUI, sd15: Models)
     # A slow WebUI is timed once and no more while somebody waits, and one time says nothing.
     assert status["ratio"] in (None, pytest.approx(status["host_ms"] / status["step_ms"]))
     assert status["route"] == "graph" or (status["route"] == "plain" and status["reason"])
-    assert said(made) == "on" and made.image.info["parameters"] == made.info["infotexts"][0]
-    assert said(run_off(webui, {"width": 128, "height": 64}).pictures) == "off" and webui.status()["route"] == "host"
+    assert onediff_in(made) == "on" and made.image.info["parameters"] == made.info["infotexts"][0]
+    off = run_off(webui, {"width": 128, "height": 64}).pictures
+    assert onediff_in(off) == "off" and webui.status()["route"] == "host"

@@ -29,7 +29,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     return run
 
 
-def test_images_are_timed_off_and_on_and_with_options(webui: WebUI) -> None:
+def test_the_benchmark_times_images_without_onediff_with_it_and_with_options(webui: WebUI) -> None:
     before = webui.calls()
     options = "--size 64x64 --steps 2 --runs 1 --set vae_precision=fp32"
     command = [sys.executable, "-m", "lib_onediff.bench", "webui", webui.url, *options.split()]
@@ -43,7 +43,10 @@ def test_images_are_timed_off_and_on_and_with_options(webui: WebUI) -> None:
     assert [name in row for name, row in zip(("off", "on", "vae_precision=fp32"), rows, strict=True)] == [True] * 3
 
 
-def test_a_cards_line_is_what_was_measured_without_the_user(webui: WebUI, bench: Bench, tmp_path: Path) -> None:
+def test_the_line_that_a_user_shares_has_what_was_measured_and_nothing_personal(
+    webui: WebUI, bench: Bench, tmp_path: Path
+) -> None:
+    """PSNR and SSIM are computed again here from the same images. No address, prompt, folder or name is in it."""
     status, out, err = bench(webui.url, *f"--size 64x64 --steps 12 --runs 1 --share {tmp_path}".split())
     assert status == 0, out + err
     written = {file.name: file.read_text(encoding="utf-8") for file in tmp_path.iterdir()}
@@ -76,7 +79,9 @@ def test_a_cards_line_is_what_was_measured_without_the_user(webui: WebUI, bench:
             assert secret not in text
 
 
-def test_no_onediff_or_no_webui_is_a_sentence(webui: WebUI, bench: Bench, tmp_path: Path) -> None:
+def test_the_benchmark_says_in_a_sentence_that_onediff_or_the_webui_is_missing(
+    webui: WebUI, bench: Bench, tmp_path: Path
+) -> None:
     with webui.options(onediff_enabled=False):
         off = bench(webui.url, "--size", "64x64", "--share", str(tmp_path))
     others = bench(f"{webui.url}/no/such", "--share", str(tmp_path)), bench("http://127.0.0.1:9", "--runs", "1")

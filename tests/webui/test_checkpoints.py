@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 from webui_client import WebUI
-from webui_compare import assert_different, assert_same, need, on_and_off, run_off, run_on
+from webui_compare import assert_different, assert_same, assert_same_on_and_off, need, run_off, run_on
 from webui_models import Models, stem
 
 
@@ -16,7 +16,10 @@ def switching(webui: WebUI, sd15: Models) -> Models:
 @pytest.mark.parametrize("one, other", [
     ("sd15", "sd15-b"), ("twin", "twin-b"), ("sd15", "inpaint"), ("sd15", "sdxl"), ("sd15", "sd2"),
 ], ids=lambda role: role)
-def test_switch_and_back(webui: WebUI, switching: Models, one: str, other: str) -> None:
+def test_images_after_switches_of_the_checkpoint_are_the_webuis(
+    webui: WebUI, switching: Models, one: str, other: str
+) -> None:
+    """All images with the extension on come first. Each checkpoint's second image equals its first."""
     made = {}
     for make in (run_on, run_off):
         for index, role in enumerate((one, other, one, other)):
@@ -32,17 +35,22 @@ def test_switch_and_back(webui: WebUI, switching: Models, one: str, other: str) 
         assert_different(made[make, 0], made[make, 1], "the checkpoint")
 
 
-def test_another_checkpoint_for_one_picture(webui: WebUI, switching: Models) -> None:
+def test_a_checkpoint_for_one_image_gives_the_webuis_and_leaves_the_next_image_as_before(
+    webui: WebUI, switching: Models
+) -> None:
     plain = run_on(webui, {})
     override = {"override_settings": {"sd_model_checkpoint": switching.need("sd15-b")}}
-    other, _ = on_and_off(webui, override)
+    other, _ = assert_same_on_and_off(webui, override)
     assert_different(plain, other, "the checkpoint")
     assert_same(run_on(webui, {}), plain)
 
 
 @pytest.mark.parametrize("batches", [1, 2])
 @pytest.mark.parametrize("base, refiner_role", [("sd15", "sd15-b"), ("sdxl", "sdxl-b"), ("sdxl", "refiner")])
-def test_refiner_at_half(webui: WebUI, switching: Models, base: str, refiner_role: str, batches: int) -> None:
+def test_images_with_a_refiner_from_half_of_the_steps_are_the_webuis(
+    webui: WebUI, switching: Models, base: str, refiner_role: str, batches: int
+) -> None:
+    """Also those without it afterwards."""
     need(webui, "refiner")
     refiner = {"refiner_checkpoint": switching.need(refiner_role), "refiner_switch_at": 0.5}
     switching.use(base)
@@ -50,20 +58,20 @@ def test_refiner_at_half(webui: WebUI, switching: Models, base: str, refiner_rol
     plain = run_on(webui, request)
     # Neo takes 0.5 for a sigma otherwise, and only the last step would be the refiner's.
     with webui.options(**({"refiner_use_steps": True} if webui.is_neo else {})):
-        refined, _ = on_and_off(webui, {**request, **refiner})
+        refined, _ = assert_same_on_and_off(webui, {**request, **refiner})
     assert "Refiner: " in refined.pictures.info["infotexts"][0]
     assert_different(plain, refined, "the refiner")
     assert_same(run_on(webui, request), plain)
 
 
-def test_vae_switch(webui: WebUI, switching: Models) -> None:
+def test_images_after_switches_of_the_vae_are_the_webuis(webui: WebUI, switching: Models) -> None:
     """Another VAE changes the image, and the first one gives the first image again."""
     vae = switching.need("vae")
     option, none = ("forge_additional_modules", []) if webui.kind == "forge" else ("sd_vae", "None")
     with webui.options(**{option: none}):
-        plain, _ = on_and_off(webui, {})
+        plain, _ = assert_same_on_and_off(webui, {})
         webui.set_options(**{option: [vae] if webui.kind == "forge" else vae})
-        other, _ = on_and_off(webui, {})
+        other, _ = assert_same_on_and_off(webui, {})
         assert_different(plain, other, "the VAE")
         webui.set_options(**{option: none})
         assert_same(run_on(webui, {}), plain)

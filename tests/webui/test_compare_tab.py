@@ -29,13 +29,15 @@ def pixels(address: str) -> numpy.ndarray:
     return numpy.asarray(image.convert("RGB"), dtype=numpy.int16)
 
 
-def test_off_against_current(compare: Compare, webui: WebUI) -> None:
+def test_a_comparison_of_off_with_current_settings_shows_txt2imgs_images_and_their_numbers(
+    compare: Compare, webui: WebUI
+) -> None:
     """Each side takes its own route. The images are txt2img's, and the numbers are those of the images."""
     before = webui.calls()
-    told = compare.made(seed=77, prompt="an owl, \"quoted\" & <bold>")
+    numbers = compare.run_to_end(seed=77, prompt="an owl, \"quoted\" & <bold>")
     calls = webui.calls()
     assert calls["host"] - before["host"] >= 6 and calls["graph"] + calls["plain"] > before["graph"] + before["plain"]
-    assert f"Left: {OFF}" in told and f"Right: {CURRENT}" in told
+    assert f"Left: {OFF}" in numbers and f"Right: {CURRENT}" in numbers
     ((seed, verdict, psnr, ssim, largest, _, left_time, right_time),) = compare.rows()
     assert seed == "77" and "paler" not in verdict
     assert float(ssim) > 0.99 and (psnr == "equal" or float(psnr.split()[0]) > 40)
@@ -47,15 +49,17 @@ def test_off_against_current(compare: Compare, webui: WebUI) -> None:
     assert abs(left - webui.txt2img(**asked).arrays[0]).max() <= 1
 
 
-def test_presets_with_changed_options_several_seeds(compare: Compare) -> None:
+def test_a_comparison_names_each_sides_changed_options_and_has_a_row_for_each_seed(compare: Compare) -> None:
+    """The seeds are 21 to 23, with a left, a right and a difference image each. The prompt is one that would end a
+    script element if it were not escaped."""
     compare.choose("compare_left", "Exact")
     compare.choose("compare_right", "Fast")
-    told = compare.made(
+    numbers = compare.run_to_end(
         prompt="a </script><b>café</b>", steps=6, images=3, left_changes="backend eager",
         right_changes="skip_negative_after 50",
     )
-    assert "Left: Exact + backend eager" in told and "on; backend eager" in told
-    assert "Right: Fast + skip_negative_after 50" in told and "on; speed Fast; skip_negative_after 50" in told
+    assert "Left: Exact + backend eager" in numbers and "on; backend eager" in numbers
+    assert "Right: Fast + skip_negative_after 50" in numbers and "on; speed Fast; skip_negative_after 50" in numbers
     assert [row[0] for row in compare.rows()] == ["21", "22", "23"] and len(compare.images()) == 9
 
 
@@ -64,7 +68,7 @@ def test_the_viewer_shows_both_images_in_one_place(compare: Compare) -> None:
     chooses the seed. After a reload, the result is shown again."""
     page = compare.page
     compare.choose("compare_right", "Fast")
-    compare.made(seed=31, images=2, steps=6, width=128, height=64)
+    compare.run_to_end(seed=31, images=2, steps=6, width=128, height=64)
     assert compare.view() == "slider" and compare.names() == [f"Left: {OFF}", "Right: Fast"]
     assert compare.split() == (50, 50, "50 % left, 50 % right")
     frame = page.find("[data-onediff-viewer] .onediff-frame")
@@ -96,7 +100,8 @@ def test_the_viewer_shows_both_images_in_one_place(compare: Compare) -> None:
     assert compare.view() == "slider" and pixels(compare.drawn("left")).shape == (64, 128, 3)
 
 
-def test_wrong_input_gets_a_sentence(compare: Compare, webui: WebUI) -> None:
+def test_a_comparison_with_a_wrong_input_is_refused_with_a_sentence_beside_it(compare: Compare, webui: WebUI) -> None:
+    """Nothing is computed, the last images stay, and the sentence goes when another field changes."""
     compare.choose("compare_left", CURRENT)
     for wrong, place, part in (
         ({"width": 65}, "compare_told", "multiple of 8"),
@@ -106,20 +111,20 @@ def test_wrong_input_gets_a_sentence(compare: Compare, webui: WebUI) -> None:
         before = webui.calls()
         images = compare.images()
         compare.start(**wrong)
-        compare.told(part, place)
+        compare.wait_for_message(part, place)
         assert webui.calls() == before and compare.images() == images
         compare.page.find("#onediff_compare_left_changes :is(textarea, input)").send_keys("!")
         compare.page.wait(lambda at=place: not compare.text(at), "the end of what was said of other values", 10)
 
 
-def test_one_runs_the_next_waits_and_nothing_is_lost(compare: Compare, webui: WebUI) -> None:
+def test_a_second_comparison_waits_and_outlasts_a_cancel_and_a_reload(compare: Compare, webui: WebUI) -> None:
     """A second click on the same comparison queues nothing, each Cancel button cancels its own job, and a page that is
     reloaded shows the running comparison from its first image on."""
     page = compare.page
-    compare.made(seed=5)
+    compare.run_to_end(seed=5)
     compare.start(width=256, height=256, steps=120, seed=6)
     page.click("onediff_compare_start")
-    compare.told("The same comparison runs or waits already", "compare_told")
+    compare.wait_for_message("The same comparison runs or waits already", "compare_told")
     compare.start(steps=4, seed=7, images=2)
     page.wait(lambda: compare.comparisons("queued"), "the second in the queue", 20)
     (waits,) = compare.comparisons("queued")
@@ -135,7 +140,7 @@ def test_one_runs_the_next_waits_and_nothing_is_lost(compare: Compare, webui: We
     compare.click_job("Compare Off and Current settings")
     page.wait(lambda: compare.comparisons("cancelled"), "the end of the first", 60)
     compare.wait_for_end()
-    compare.told("seed 7, ", "compare_numbers", 20)
+    compare.wait_for_message("seed 7, ", "compare_numbers", 20)
     page.wait(lambda: [row[0] for row in compare.rows()] == ["7", "8"], "both seeds", 20)
     page.wait(lambda: len(compare.images()) == 6, "their images", 20)
     calls = webui.calls()
@@ -149,13 +154,13 @@ def test_one_runs_the_next_waits_and_nothing_is_lost(compare: Compare, webui: We
     assert webui.get("/onediff/v1/jobs") == {"jobs": []} and webui.calls() == calls and compare.rows()
 
 
-def test_wrong_sides_get_a_message_and_current_settings_are_the_accordions(compare: Compare) -> None:
+def test_current_settings_are_those_of_the_accordion_and_a_wrong_side_gets_a_message(compare: Compare) -> None:
     """The two sides of a comparison. There is also a message, if both are made without OneDiff."""
     page = compare.page
     compare.start(left_changes="low_bit fp8")
-    compare.told("Left: 'low_bit fp8' has no effect where OneDiff is off", "compare_left_told")
+    compare.wait_for_message("Left: 'low_bit fp8' has no effect where OneDiff is off", "compare_left_told")
     compare.start(right_changes="nonsense 5")
-    compare.told("Right: OneDiff has no option 'nonsense' for a run.", "compare_right_told")
+    compare.wait_for_message("Right: OneDiff has no option 'nonsense' for a run.", "compare_right_told")
     assert not compare.text("compare_left_told") and not compare.text("compare_told")
     page.choose_tab("txt2img")
     open_advanced(page, "txt2img")
@@ -163,32 +168,33 @@ def test_wrong_sides_get_a_message_and_current_settings_are_the_accordions(compa
     page.type(field, "vae_precision fp32; backend eager")
     page.wait_for_text("onediff_txt2img_told", "VAE precision fp32", 20)
     compare.show()
-    told = compare.made(seed=9)
-    assert "on; vae_precision fp32; backend eager" in told
+    numbers = compare.run_to_end(seed=9)
+    assert "on; vae_precision fp32; backend eager" in numbers
     page.choose_tab("txt2img")
     choose(page, "onediff_txt2img_preset", "Draft")
     page.type(field, "backend eager")
     compare.show()
     page.wait(lambda: "Current settings: Draft; backend eager." in page.text("onediff_compare"), "what is current", 20)
-    assert "on; speed Draft; backend eager" in compare.made(seed=10)
+    assert "on; speed Draft; backend eager" in compare.run_to_end(seed=10)
     page.choose_tab("txt2img")
     reset_accordion(page, "txt2img")
     page.find("#onediff_txt2img_enabled input").click()
     compare.show()
     page.wait(lambda: "Current settings: off for this run." in page.text("onediff_compare"), "that it is off", 20)
     compare.start(seed=11)
-    compare.told("Both sides are made without OneDiff.", "compare_told")
+    compare.wait_for_message("Both sides are made without OneDiff.", "compare_told")
     compare.wait_for_end()
     page.choose_tab("txt2img")
     reset_accordion(page, "txt2img")
 
 
-def test_consistency_report(compare: Compare) -> None:
+def test_a_pasted_consistency_report_is_compared_with_this_machines(compare: Compare) -> None:
+    """Its markup is shown as text."""
     # The page may still hold the report from before the last comparison.
     compare.page.refresh()
     report = compare.show_report()
     assert report.startswith("OneDiff consistency report, format 1\n[Model]\n") and "TF32 in products: " in report
     compare.compare_report(report, "Nothing differs")
     other = report.replace("TF32 in products: off", "TF32 in products: <b>on</b>")
-    told = compare.compare_report(other, "1 fact differs,")
-    assert "PyTorch, TF32 in products: here off, there <b>on</b>" in told
+    answer = compare.compare_report(other, "1 fact differs,")
+    assert "PyTorch, TF32 in products: here off, there <b>on</b>" in answer

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from test_exact_images import hires
 from webui_client import WebUI, encode, gradient, start_from
-from webui_compare import Run, assert_different, assert_same, need, on_and_off, run, run_on
+from webui_compare import Run, assert_different, assert_same, assert_same_on_and_off, need, run, run_on
 from webui_models import Models
 
 ROUTES = {"forge": ("plain", "graph"), "ldm_patched": ("plain", "graph"), "a1111": ("host",)}
@@ -30,7 +30,7 @@ def controlnet(webui: WebUI, sd15: Models) -> str:
     return sd15.need("controlnet")
 
 
-def check(webui: WebUI, request: dict[str, Any], plain: Run, least_calls: int | None = None) -> None:
+def assert_same_by_its_route(webui: WebUI, request: dict[str, Any], plain: Run, least_calls: int | None = None) -> None:
     """Check the route that the WebUI allows, that the image equals the one with the extension off, and that ControlNet
     changes it."""
     on = run_on(webui, request, least_calls, ROUTES[webui.kind])
@@ -48,19 +48,19 @@ def test_t2i_adapters_and_sdxl_controlnets_give_the_webuis_images(
     request = controlled(webui, sd15.need(role))
     sd15.use(checkpoint)
     plain = run_on(webui, {})
-    check(webui, request, plain)
+    assert_same_by_its_route(webui, request, plain)
     assert_same(run_on(webui, {}), plain)
 
 
-def test_hires_pass(webui: WebUI, controlnet: str) -> None:
+def test_a_controlnet_in_a_hires_pass_gives_the_webuis_image(webui: WebUI, controlnet: str) -> None:
     plain = run_on(webui, hires(webui, "Latent"), 6)
     request = {**hires(webui, "Latent"), **controlled(webui, controlnet)}
-    check(webui, request, plain)
+    assert_same_by_its_route(webui, request, plain)
 
 
-def test_img2img(webui: WebUI, controlnet: str) -> None:
+def test_a_controlnet_in_img2img_gives_the_webuis_image(webui: WebUI, controlnet: str) -> None:
     request = {**start_from(gradient(64, 64)), "steps": 8}
-    check(webui, {**request, **controlled(webui, controlnet)}, run_on(webui, request, 4), 4)
+    assert_same_by_its_route(webui, {**request, **controlled(webui, controlnet)}, run_on(webui, request, 4), 4)
 
 
 @pytest.mark.parametrize("changes", [
@@ -70,10 +70,12 @@ def test_img2img(webui: WebUI, controlnet: str) -> None:
     {"prompt": "a " * 110},
     {"cfg_scale": 1},
 ], ids=lambda changes: ", ".join(changes) or "plain")
-def test_controlnet(webui: WebUI, controlnet: str, changes: dict[str, Any]) -> None:
+def test_a_controlnet_gives_the_webuis_images_and_leaves_those_without_it_as_before(
+    webui: WebUI, controlnet: str, changes: dict[str, Any]
+) -> None:
     request = {**controlled(webui, controlnet), **changes}
     plain = run_on(webui, changes)
-    check(webui, request, plain)
+    assert_same_by_its_route(webui, request, plain)
     assert_same(run_on(webui, changes), plain)
 
 
@@ -83,7 +85,9 @@ def test_controlnet(webui: WebUI, controlnet: str, changes: dict[str, Any]) -> N
     {"guidance_start": 0.5},
     {"control_mode": "ControlNet is more important"},
 ], ids=lambda changes: next(iter(changes)))
-def test_settings_of_the_unit(webui: WebUI, controlnet: str, changes: dict[str, Any]) -> None:
+def test_settings_of_a_controlnet_unit_give_the_webuis_images(
+    webui: WebUI, controlnet: str, changes: dict[str, Any]
+) -> None:
     steps = {"steps": 4}
     whole = run_on(webui, {**controlled(webui, controlnet), **steps}, routes=ROUTES[webui.kind])
     request = {**controlled(webui, controlnet, **changes), **steps}
@@ -94,12 +98,14 @@ def test_settings_of_the_unit(webui: WebUI, controlnet: str, changes: dict[str, 
         assert_different(whole, on, str(changes))
 
 
-def test_another_prompt_and_lora_between(webui: WebUI, sd15: Models, controlnet: str) -> None:
+def test_another_prompt_and_a_lora_between_two_images_with_a_controlnet_give_the_webuis_images(
+    webui: WebUI, sd15: Models, controlnet: str
+) -> None:
     lora = f"a red fox in the snow <lora:{sd15.need('lora-a')}:1>"
     request = {**controlled(webui, controlnet), "prompt": lora}
     first = run_on(webui, controlled(webui, controlnet), routes=ROUTES[webui.kind])
     on = run_on(webui, request, routes=ROUTES[webui.kind])
     assert_same(on, run(webui, request, enabled=False))
     assert_different(first, on, "the LoRA")
-    on_and_off(webui, {"prompt": lora})
+    assert_same_on_and_off(webui, {"prompt": lora})
     assert_same(run_on(webui, controlled(webui, controlnet), routes=ROUTES[webui.kind]), first)

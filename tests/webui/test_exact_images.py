@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from PIL import Image
 from webui_client import WebUI, encode, gradient, start_from
-from webui_compare import Run, assert_different, need, on_and_off, run_on, steps_of
+from webui_compare import Run, assert_different, assert_same_on_and_off, need, run_on, steps_of
 from webui_models import Models, stem
 
 # One token a word in every tokenizer; a chunk takes 75.
@@ -69,10 +69,13 @@ CASES = [
 ]
 
 
-def check(webui: WebUI, request: dict[str, Any], least_calls: int | None = None) -> tuple[Run, int]:
-    """on_and_off, and the number of decodes: with the extension on, OneDiff makes them, with it off, none."""
+def assert_same_with_our_decodes(
+    webui: WebUI, request: dict[str, Any], least_calls: int | None = None
+) -> tuple[Run, int]:
+    """As assert_same_on_and_off; with the extension on, OneDiff makes the decodes, with it off, none. Returns the run
+    with OneDiff and the number of its decodes."""
     before = webui.status()["vae"]["calls"]
-    on, _ = on_and_off(webui, request, least_calls)
+    on, _ = assert_same_on_and_off(webui, request, least_calls)
     after = webui.status()["vae"]
     ours, hosts = (after["calls"][route] - before[route] for route in ("ours", "host"))
     assert ours == hosts > 0 and after["reason"] == "OneDiff is switched off", after
@@ -80,9 +83,11 @@ def check(webui: WebUI, request: dict[str, Any], least_calls: int | None = None)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_txt2img(webui: WebUI, sd15: Models, case: Case) -> None:
+def test_txt2img_images_are_the_webuis_and_onediff_computes_every_call_and_decode(
+    webui: WebUI, sd15: Models, case: Case
+) -> None:
     need(webui, case.needs)
-    check(webui, case.request, case.least_calls(webui))
+    assert_same_with_our_decodes(webui, case.request, case.least_calls(webui))
 
 
 @pytest.fixture(scope="module", params=["sdxl", "sd2", "inpaint"])
@@ -96,9 +101,9 @@ def other_architecture(request: pytest.FixtureRequest, models: Models) -> Iterat
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.elsewhere], ids=lambda case: case.name)
-def test_other_architectures(webui: WebUI, other_architecture: str, case: Case) -> None:
+def test_images_of_other_architectures_are_the_webuis(webui: WebUI, other_architecture: str, case: Case) -> None:
     need(webui, case.needs)
-    check(webui, case.request, case.least_calls(webui))
+    assert_same_with_our_decodes(webui, case.request, case.least_calls(webui))
     assert other_architecture != "inpaint" or "inpainting" in webui.status()["model"]
 
 
@@ -126,10 +131,10 @@ def hires(webui: WebUI, upscaler: str, **changes: Any) -> dict[str, Any]:
     {"hr_prompt": "a castle at night", "hr_negative_prompt": "fog"}, {"hr_sampler_name": "DPM++ 2M"},
 ], ids=lambda changes: ", ".join(changes) or "plain")
 @pytest.mark.parametrize("upscaler", ["Latent", "Lanczos"])
-def test_hires_fix(webui: WebUI, sd15: Models, upscaler: str, changes: dict[str, Any]) -> None:
+def test_hires_fix_images_are_the_webuis(webui: WebUI, sd15: Models, upscaler: str, changes: dict[str, Any]) -> None:
     """An upscaler of pixels needs the first pass decoded, within the sampling."""
     need(webui, "hires fix")
-    on, decodes = check(webui, hires(webui, upscaler, **changes), 6 * changes.get("n_iter", 1))
+    on, decodes = assert_same_with_our_decodes(webui, hires(webui, upscaler, **changes), 6 * changes.get("n_iter", 1))
     assert changes or decodes == (1 if upscaler == "Latent" else 2) or webui.is_neo
     expected = (changes["hr_resize_x"], changes["hr_resize_y"]) if "hr_resize_x" in changes else (96, 96)
     # Neo's copy with a translated page rounds to 64, others to 8.
@@ -143,10 +148,11 @@ def test_hires_fix(webui: WebUI, sd15: Models, upscaler: str, changes: dict[str,
     {}, {"denoising_strength": 0.9, "width": 72, "height": 88}, {"batch_size": 2, "n_iter": 2},
     {"sampler_name": "DPM++ 2M"}, {"cfg_scale": 1},
 ], ids=lambda changes: ", ".join(changes) or "plain")
-def test_img2img(webui: WebUI, sd15: Models, changes: dict[str, Any]) -> None:
+def test_img2img_images_are_the_webuis(webui: WebUI, sd15: Models, changes: dict[str, Any]) -> None:
     need(webui, "img2img")
     request = {**start_from(gradient(64, 64)), **changes}
-    check(webui, request, int(request["steps"] * request["denoising_strength"]) * changes.get("n_iter", 1))
+    steps = int(request["steps"] * request["denoising_strength"])
+    assert_same_with_our_decodes(webui, request, steps * changes.get("n_iter", 1))
 
 
 def masked(**changes: Any) -> dict[str, Any]:
@@ -161,10 +167,10 @@ def masked(**changes: Any) -> dict[str, Any]:
     {}, {"inpainting_fill": 2}, {"inpaint_full_res": True}, {"width": 88, "height": 72, "batch_size": 2},
 ], ids=lambda changes: ", ".join(changes) or "plain")
 @pytest.mark.parametrize("role", ["sd15", "inpaint"])
-def test_inpainting(webui: WebUI, sd15: Models, role: str, changes: dict[str, Any]) -> None:
+def test_inpainted_images_are_the_webuis(webui: WebUI, sd15: Models, role: str, changes: dict[str, Any]) -> None:
     need(webui, "masks")
     sd15.use(role)
-    on, _ = on_and_off(webui, masked(**changes), least_calls=3)
+    on, _ = assert_same_on_and_off(webui, masked(**changes), least_calls=3)
     if not changes:
         all_of_it = encode(Image.new("L", (64, 64), 255))
         assert_different(on, run_on(webui, masked(mask=all_of_it), 3), "the mask")

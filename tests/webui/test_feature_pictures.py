@@ -108,7 +108,7 @@ def facts_of(row: Row, alone: Row) -> list[str]:
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.name)
-def test_picture_of_a_feature(
+def test_the_picture_of_a_feature_is_drawn(
     feature: Feature, request: pytest.FixtureRequest, tmp_path: Path, standalone: WebUI,
 ) -> None:
     if not request.config.getoption("--pictures"):

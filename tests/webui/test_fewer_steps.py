@@ -37,7 +37,7 @@ class Counted:
         return self.cached, self.forecasts, self.without_negative
 
 
-def made(webui: WebUI, options: dict[str, Any], **request: Any) -> Counted:
+def generated(webui: WebUI, options: dict[str, Any], **request: Any) -> Counted:
     before = webui.status()
     pictures = webui.make({**PICTURE, **THIRTEEN, **request, **one_run(**options)})
     after = webui.status()
@@ -58,20 +58,20 @@ def distance(one: Counted, other: Counted) -> float:
 def whole(webui: WebUI, models: Models) -> Counted:
     """A generation in which every step is computed whole."""
     models.use("sd15")
-    return made(webui, {})
+    return generated(webui, {})
 
 
 @pytest.fixture(scope="module")
 def far(webui: WebUI, whole: Counted) -> float:
     """The distance to an image with another seed."""
-    return distance(made(webui, {}, seed=8), whole)
+    return distance(generated(webui, {}, seed=8), whole)
 
 
 @pytest.fixture
 def exact(webui: WebUI, sd15: Models, whole: Counted) -> Iterator[Counted]:
     """A generation in which every step is computed whole; after the test, it must be bit for bit the same again."""
     yield whole
-    again = made(webui, {})
+    again = generated(webui, {})
     assert largest_difference(again.pictures, whole.pictures) == 0 and again.left_out == (0, 0, 0)
     assert "deepcache" not in again.pictures.info["infotexts"][0]
 
@@ -84,19 +84,23 @@ def exact(webui: WebUI, sd15: Models, whole: Counted) -> Iterator[Counted]:
 def test_each_option_skips_its_part_of_the_work(
     webui: WebUI, exact: Counted, far: float, options: dict[str, Any], full: int, left_out: tuple[int, int, int]
 ) -> None:
-    """The image differs from the exact one, is much nearer to it than one with another seed, and repeats."""
-    found = made(webui, options)
+    """full, left_out: the steps computed whole, and those left out in part (see Counted). The image differs from the
+    exact one, is much nearer to it than one with another seed, and repeats."""
+    found = generated(webui, options)
     assert (found.full, found.left_out) == (full, left_out)
     # Two whole steps of thirteen make no near image of random weights.
     assert distance(found, exact) > 0 and (full == 2 or distance(found, exact) < 0.75 * far)
-    assert largest_difference(made(webui, options).pictures, found.pictures) == 0
+    assert largest_difference(generated(webui, options).pictures, found.pictures) == 0
 
 
 @pytest.mark.parametrize("sampler", ["Euler", "DDIM"])
-def test_forecasts_answer_some_steps(webui: WebUI, exact: Counted, far: float, sampler: str) -> None:
+def test_with_deepcache_depth_0_some_steps_are_extrapolated(
+    webui: WebUI, exact: Counted, far: float, sampler: str
+) -> None:
+    """About half of twelve, and the image is nearer to the exact one than one with another seed."""
     steps = {"steps": 12, "sampler_name": sampler}
-    plain = made(webui, {}, **steps)
-    found = made(webui, FORECAST, **steps)
+    plain = generated(webui, {}, **steps)
+    found = generated(webui, FORECAST, **steps)
     assert found.forecasts in (5, 6) and found.reasons["forecast"] == ""
     assert 0 < distance(found, plain) < 0.5 * far
 
@@ -108,10 +112,12 @@ def test_forecasts_answer_some_steps(webui: WebUI, exact: Counted, far: float, s
     {"batch_size": 2}, {"prompt": "a fox AND a hill"}, {"prompt": "a red fox and " * 30},
     {"width": 72, "height": 88}, {**start_from(gradient(64, 64)), "steps": 24}, {"steps": 16, "cfg_scale": 1.0},
 ], ids=lambda request: str(request)[:40])
-def test_the_deep_part_is_computed_as_scheduled(webui: WebUI, sd15: Models, request_: dict[str, Any]) -> None:
+def test_deepcache_computes_as_many_full_steps_as_scheduled_for_every_kind_of_request(
+    webui: WebUI, sd15: Models, request_: dict[str, Any]
+) -> None:
     need(webui, "AND prompts" if "AND" in request_.get("prompt", "") else "")
     need(webui, "img2img" if "init_images" in request_ else "")
-    found = made(webui, EVERY_THIRD, **request_)
+    found = generated(webui, EVERY_THIRD, **request_)
     steps = found.full + found.cached
     calls = 2 if request_.get("sampler_name") == "Heun" or steps > 24 else 1
     steps = (steps + 1) // calls if calls == 2 else steps
@@ -126,11 +132,11 @@ def test_the_deep_part_is_computed_as_scheduled(webui: WebUI, sd15: Models, requ
     (FORECAST, {"sampler_name": "Euler a"}, "forecast", "Euler and DDIM"),
     (HALF, {"prompt": "a fox AND a hill"}, "guidance", "is inactive"),
 ], ids=str)
-def test_inactive_policies_give_their_reasons(
+def test_an_option_that_cannot_be_followed_gives_its_reason_and_the_exact_image(
     webui: WebUI, exact: Counted, options: dict[str, Any], request_: dict[str, Any], part: str, why: str
 ) -> None:
     need(webui, "AND prompts" if "prompt" in request_ else "")
-    plain = made(webui, {}, **request_)
-    found = made(webui, options, **request_)
+    plain = generated(webui, {}, **request_)
+    found = generated(webui, options, **request_)
     assert found.left_out == (0, 0, 0) and largest_difference(found.pictures, plain.pictures) == 0
     assert why in found.reasons[part]

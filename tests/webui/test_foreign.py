@@ -15,9 +15,9 @@ from webui_compare import (
     assert_between_graphs,
     assert_different,
     assert_same,
+    assert_same_on_and_off,
     assert_within,
     graphs_on_a_cpu,
-    on_and_off,
     run_off,
     run_on,
 )
@@ -199,7 +199,9 @@ def prepared(webui: WebUI, foreign: Foreign) -> tuple[dict[str, Any], dict[str, 
 
 
 @pytest.mark.parametrize("foreign", WITHIN, ids=lambda foreign: foreign.name)
-def test_functions_of_others_run_within_our_forward(webui: WebUI, sd15: Models, foreign: Foreign) -> None:
+def test_functions_of_other_extensions_run_within_our_forward_with_the_webuis_image(
+    webui: WebUI, sd15: Models, foreign: Foreign
+) -> None:
     plain, on = assert_within(webui, *prepared(webui, foreign), foreign.reason)
     if foreign.doubles_calls:
         assert on.served(WHOLE_UNET) == 2 * plain.served(WHOLE_UNET)
@@ -208,7 +210,9 @@ def test_functions_of_others_run_within_our_forward(webui: WebUI, sd15: Models, 
 
 
 @pytest.mark.parametrize("foreign", [*WITHIN, *UNTOUCHED], ids=lambda foreign: foreign.name)
-def test_functions_of_others_run_between_graphs(webui: WebUI, sd15: Models, foreign: Foreign, graphs: None) -> None:
+def test_functions_of_other_extensions_run_between_graphs_with_the_webuis_image(
+    webui: WebUI, sd15: Models, foreign: Foreign, graphs: None
+) -> None:
     plain, on = assert_between_graphs(webui, *prepared(webui, foreign), foreign.reason)
     assert foreign in WITHIN or PATCHES not in on.reason, "it is part of the graph"
     if not foreign.doubles_calls:
@@ -216,15 +220,20 @@ def test_functions_of_others_run_between_graphs(webui: WebUI, sd15: Models, fore
 
 
 @pytest.mark.parametrize("foreign", UNTOUCHED, ids=lambda foreign: foreign.name)
-def test_onediff_serves_extensions_that_leave_the_unet_alone(webui: WebUI, sd15: Models, foreign: Foreign) -> None:
+def test_onediff_computes_images_of_extensions_that_leave_the_unet_alone(
+    webui: WebUI, sd15: Models, foreign: Foreign
+) -> None:
     request, plain_request = prepared(webui, foreign)
-    made, _ = on_and_off(webui, request)
+    made, _ = assert_same_on_and_off(webui, request)
     assert_different(run_on(webui, plain_request), made, foreign.name)
 
 
 @pytest.mark.parametrize("checkpoint", ["sd15", "sdxl"])
 @pytest.mark.parametrize("foreign", REFERENCES, ids=lambda foreign: foreign.name)
-def test_the_webui_computes_references(webui: WebUI, sd15: Models, foreign: Foreign, checkpoint: str) -> None:
+def test_the_webui_computes_images_with_a_reference(
+    webui: WebUI, sd15: Models, foreign: Foreign, checkpoint: str
+) -> None:
+    """sd-webui-controlnet calls the UNet twice a step: once to record, once to make the image."""
     request, plain_request = prepared(webui, foreign)
     sd15.use(checkpoint)
     plain, on = assert_within(webui, request, plain_request, foreign.reason, ("host",))
@@ -232,7 +241,8 @@ def test_the_webui_computes_references(webui: WebUI, sd15: Models, foreign: Fore
     assert_different(plain, on, foreign.name)
 
 
-def test_hypernetwork(webui: WebUI, sd15: Models) -> None:
+def test_the_webui_computes_images_with_a_hypernetwork(webui: WebUI, sd15: Models) -> None:
+    """And the next image without it is as before."""
     only_on(webui, "a1111")
     name = sd15.need("hypernetwork")
     plain = run_on(webui, {"prompt": PROMPT})
@@ -242,8 +252,10 @@ def test_hypernetwork(webui: WebUI, sd15: Models) -> None:
 
 
 @pytest.mark.parametrize(("role", "checkpoint"), [("lora-a", "sd15"), ("locon", "sd15"), ("sdxl-lora", "sdxl")])
-def test_lora_functional(webui: WebUI, sd15: Models, role: str, checkpoint: str) -> None:
-    """A1111's older way of applying a LoRA, inside every layer's forward."""
+def test_a_lora_applied_in_every_layers_forward_gives_the_webuis_images(
+    webui: WebUI, sd15: Models, role: str, checkpoint: str
+) -> None:
+    """A1111's older way (its option lora_functional), and back to merged LoRAs."""
     only_on(webui, "a1111")
     request = {"prompt": f"{PROMPT} <lora:{sd15.need(role)}:0.7>"}
     sd15.use(checkpoint)
@@ -253,13 +265,13 @@ def test_lora_functional(webui: WebUI, sd15: Models, role: str, checkpoint: str)
         # Without OneDiff, A1111 leaves the LoRA in that was merged.
         assert_same(run_on(webui, {"prompt": PROMPT}), plain)
         for changes in ({}, {"width": 72, "height": 88, "batch_size": 2}):
-            made, _ = on_and_off(webui, {**request, **changes})
+            made, _ = assert_same_on_and_off(webui, {**request, **changes})
             assert_different(run_on(webui, {"prompt": PROMPT, **changes}), made, "the LoRA")
     assert_same(run_on(webui, {"prompt": PROMPT}), plain)
     assert_same(run_on(webui, request), merged)
 
 
-def test_a_forward_of_every_layer_is_named_by_its_extension(webui: WebUI, sd15: Models) -> None:
+def test_the_reason_names_the_extension_that_replaced_every_linear_layers_forward(webui: WebUI, sd15: Models) -> None:
     """Regional Prompter's Latent mode sets lora_functional, and replaces Linear.forward."""
     request, plain = prepared(webui, Foreign("Regional Prompter, Latent", "a1111", "", regions("Latent")))
     for lora in ("", f" <lora:{sd15.need('lora-a')}:0.7>"):

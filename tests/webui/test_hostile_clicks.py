@@ -158,7 +158,10 @@ def numbers_agree(page: Any, webui: WebUI) -> None:
     page.wait(lambda: milliseconds(row["step_ms"]) in panel.rows().get("64x64", ""), f"{row} in the table", 20)
 
 
-def test_hostile_clicking(opened: Any, webui: WebUI) -> None:
+def test_after_clicks_on_everything_twice_in_two_tabs_and_broken_texts_the_page_is_right(
+    opened: Any, webui: WebUI
+) -> None:
+    """No error in the browser's console, no comparison lost or made twice, and every page agrees with the status."""
     page = opened
     show_tab(page, "txt2img")
     errors_of(page)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from busy import until
 from webui_client import PICTURE, Pictures, WebUI, one_run
-from webui_compare import assert_same, largest_difference, need, on_and_off, run_on
+from webui_compare import assert_same, assert_same_on_and_off, largest_difference, need, run_on
 from webui_models import Models
 
 LONG = {**PICTURE, "width": 128, "height": 128, "sampler_name": "Euler"}
@@ -45,8 +45,10 @@ def long_run(webui: WebUI, **changes: Any) -> dict[str, Any]:
     return {**LONG, "steps": steps, **one_run(enabled=True), **changes}
 
 
-def test_progress_and_interrupt(webui: WebUI, sd15: Models) -> None:
-    """The interrupted image is delivered as far as it was made. The next generation is whole."""
+def test_an_interrupted_image_is_delivered_as_far_as_it_was_made_and_the_next_is_whole(
+    webui: WebUI, sd15: Models
+) -> None:
+    """The progress is between 0 and 1 before, and 0 afterwards."""
     plain = run_on(webui, {})
     before = webui.calls()
     request = long_run(webui)
@@ -62,11 +64,11 @@ def test_progress_and_interrupt(webui: WebUI, sd15: Models) -> None:
     assert after["host"] == before["host"]
     assert webui.get("/sdapi/v1/progress")["progress"] == 0
     assert_same(run_on(webui, {}), plain)
-    on_and_off(webui, {"width": 72, "height": 88, "n_iter": 2})
+    assert_same_on_and_off(webui, {"width": 72, "height": 88, "n_iter": 2})
 
 
-def test_skip(webui: WebUI, sd15: Models) -> None:
-    """The first of two images is skipped; the second is the same as without the skip."""
+def test_an_image_after_a_skipped_one_is_as_without_the_skip(webui: WebUI, sd15: Models) -> None:
+    """The first of two images is skipped."""
     need(webui, "skip")
     request = long_run(webui, n_iter=2)
     whole = webui.make(request)
@@ -86,7 +88,7 @@ def test_skip(webui: WebUI, sd15: Models) -> None:
 
 
 @pytest.mark.parametrize("method", ["Approx cheap", "Full"])
-def test_live_preview(webui: WebUI, sd15: Models, method: str) -> None:
+def test_live_previews_change_no_image(webui: WebUI, sd15: Models, method: str) -> None:
     need(webui, "live preview")
     request = long_run(webui)
     quiet = webui.make(request)
@@ -97,4 +99,4 @@ def test_live_preview(webui: WebUI, sd15: Models, method: str) -> None:
         generation.wait_for_step(5)
         made = generation.pictures()
         assert largest_difference(made, quiet) <= 1
-        on_and_off(webui, {})
+        assert_same_on_and_off(webui, {})

@@ -9,15 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from test_controlnet import NO_PREPROCESSOR, ROUTES, controlled
+from test_controlnet import (
+    NO_PREPROCESSOR,
+    ROUTES,
+    controlled,
+)
 from webui_client import WebUI, encode, gradient
 from webui_compare import (
     assert_between_graphs,
     assert_different,
+    assert_same_on_and_off,
     assert_within,
     graphs_on_a_cpu,
     need,
-    on_and_off,
     run_on,
 )
 from webui_models import Models
@@ -147,27 +151,33 @@ def reason_for(webui: WebUI, case: Case) -> str:
 
 
 @pytest.mark.parametrize("case", [*IP_ADAPTERS, *LLLITES], ids=lambda case: case.name)
-def test_at_every_attention(webui: WebUI, sd15: Models, case: Case) -> None:
+def test_ip_adapters_and_controllllites_give_the_webuis_images(webui: WebUI, sd15: Models, case: Case) -> None:
+    """By OneDiff or by the WebUI, see the file's docstring; the reason names what runs within the forward."""
     request, without = prepared(webui, sd15, case)
     reason = reason_for(webui, case)
     plain, on = assert_within(webui, request, without, reason, ROUTES[webui.kind])
     assert_different(plain, on, case.name)
 
 
-def test_a1111s_attentions_are_the_webuis_own_afterwards(webui: WebUI, sd15: Models) -> None:
-    """Attentions with a forward set, which was their class's before another optimization was chosen."""
+def test_after_an_ip_adapter_on_a1111_onediff_computes_with_each_of_its_attention_functions(
+    webui: WebUI, sd15: Models
+) -> None:
+    """The extension leaves a forward on each attention, which was its class's before another optimization was
+    chosen."""
     if webui.kind != "a1111":
         pytest.skip("A1111's: give its address with --webui URL")
     request, without = prepared(webui, sd15, IP_ADAPTERS[0])
     run_on(webui, request, routes=("host",))
     for optimization in ("sub-quadratic", "None", "Automatic"):
         with webui.options(cross_attention_optimization=optimization):
-            on, _ = on_and_off(webui, without)
+            on, _ = assert_same_on_and_off(webui, without)
             assert "compute within" not in on.reason, on.reason
 
 
 @pytest.mark.parametrize("case", [*IP_ADAPTERS, *LLLITES], ids=lambda case: case.name)
-def test_between_graphs(webui: WebUI, sd15: Models, case: Case) -> None:
+def test_ip_adapters_and_controllllites_run_between_graphs_with_the_webuis_images(
+    webui: WebUI, sd15: Models, case: Case
+) -> None:
     only_forge(webui)
     reason = reason_for(webui, case)
     request, without = prepared(webui, sd15, case)

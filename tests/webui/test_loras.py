@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 from test_exact_images import hires
 from webui_client import WebUI
-from webui_compare import Run, assert_different, assert_same, need, on_and_off, run_off, run_on
+from webui_compare import Run, assert_different, assert_same, assert_same_on_and_off, need, run_off, run_on
 from webui_models import Models
 
 PROMPT = "a red fox in the snow"
@@ -32,7 +32,7 @@ def make_all(make: Callable[..., Run], webui: WebUI, prompts: list[str]) -> list
     return [make(webui, {"prompt": prompt}) for prompt in prompts]
 
 
-def test_two_loras_in_turn(webui: WebUI, lora_a: str, lora_b: str) -> None:
+def test_images_with_two_loras_in_turn_are_the_webuis(webui: WebUI, lora_a: str, lora_b: str) -> None:
     """All images with the extension on come first, so that no run of the WebUI alone merges a LoRA for OneDiff."""
     prompts = [
         PROMPT, with_lora(lora_a, 1), with_lora(lora_b, 1), with_lora(lora_a, 0.5), with_lora(lora_a, 1), PROMPT,
@@ -49,25 +49,28 @@ def test_two_loras_in_turn(webui: WebUI, lora_a: str, lora_b: str) -> None:
         assert_same(one, other)
 
 
-def test_lora_on_and_off_in_turn_with_the_extension(webui: WebUI, lora_a: str) -> None:
+def test_an_image_depends_on_its_lora_alone_while_onediff_is_switched_on_and_off(webui: WebUI, lora_a: str) -> None:
     """Runs of the WebUI alone merge and remove LoRAs in the weights that OneDiff's next run uses."""
     with_a = {"prompt": with_lora(lora_a, 1)}
     without = {"prompt": PROMPT}
-    on_a = run_on(webui, with_a)
-    on_none = run_on(webui, without)
-    assert_different(on_a, on_none, "the LoRA")
-    assert_same(run_off(webui, with_a), on_a)
-    assert_same(run_on(webui, without), on_none)
-    assert_same(run_on(webui, with_a), on_a)
-    assert_same(run_off(webui, without), on_none)
-    assert_same(run_on(webui, with_a), on_a)
+    ours_with_a = run_on(webui, with_a)
+    ours_without = run_on(webui, without)
+    assert_different(ours_with_a, ours_without, "the LoRA")
+    assert_same(run_off(webui, with_a), ours_with_a)
+    assert_same(run_on(webui, without), ours_without)
+    assert_same(run_on(webui, with_a), ours_with_a)
+    assert_same(run_off(webui, without), ours_without)
+    assert_same(run_on(webui, with_a), ours_with_a)
 
 
 @pytest.mark.parametrize("first, second", [("", "b"), ("a", "b"), ("a", ""), ("a", "a")])
-def test_another_lora_in_the_hires_pass(webui: WebUI, lora_a: str, lora_b: str, first: str, second: str) -> None:
+def test_a_hires_pass_with_another_lora_gives_the_webuis_image(
+    webui: WebUI, lora_a: str, lora_b: str, first: str, second: str
+) -> None:
     names = {"a": lora_a, "b": lora_b}
     prompts = [with_lora(names[which], 1) if which else PROMPT for which in (first, second)]
-    on, _ = on_and_off(webui, hires(webui, "Latent", prompt=prompts[0], hr_prompt=prompts[1]), least_calls=6)
+    request = hires(webui, "Latent", prompt=prompts[0], hr_prompt=prompts[1])
+    on, _ = assert_same_on_and_off(webui, request, least_calls=6)
     if first != second:
         same = run_on(webui, hires(webui, "Latent", prompt=prompts[0], hr_prompt=prompts[0]), 6)
         assert_different(same, on, "the LoRA of the hires pass")
@@ -83,6 +86,6 @@ def test_other_kinds_of_loras_give_the_webuis_images_and_leave_nothing_behind(
     plain = run_on(webui, {"prompt": PROMPT})
     sizes = {"width": 72, "height": 88, "batch_size": 2, "n_iter": 2}
     for request in ({}, sizes):
-        with_it, _ = on_and_off(webui, {**request, "prompt": with_lora(name, 1)})
+        with_it, _ = assert_same_on_and_off(webui, {**request, "prompt": with_lora(name, 1)})
         assert_different(run_on(webui, {**request, "prompt": PROMPT}), with_it, f"the {role}")
     assert_same(run_on(webui, {"prompt": PROMPT}), plain)

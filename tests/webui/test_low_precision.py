@@ -11,10 +11,14 @@ from typing import Any
 
 import numpy
 import pytest
-from test_controlnet import ROUTES, controlled, controlnet  # noqa: F401
+from test_controlnet import (  # noqa: F401
+    ROUTES,
+    controlled,
+    controlnet,
+)
 from test_loras import PROMPT, make_all, with_lora
 from webui_client import WebUI, largest_difference
-from webui_compare import Run, assert_different, assert_same, on_and_off, run, run_off, run_on
+from webui_compare import Run, assert_different, assert_same, assert_same_on_and_off, run, run_off, run_on
 from webui_models import Models
 
 # --- Forge: what the list on the page sets; the API sets it as an option ----------------------------------------------
@@ -41,7 +45,7 @@ def low_bits(request: pytest.FixtureRequest, webui: WebUI, sd15: Models) -> Iter
     choose(sd15, "Automatic")
 
 
-def test_low_bits_with_loras(webui: WebUI, sd15: Models, low_bits: str) -> None:
+def test_images_with_float8_weights_and_loras_are_the_webuis(webui: WebUI, sd15: Models, low_bits: str) -> None:
     one, other, locon = (sd15.need(role) for role in ("lora-a", "lora-b", "locon"))
     prompts = [
         PROMPT, with_lora(one, 1), with_lora(one, 0.5), with_lora(other, 1),
@@ -57,12 +61,12 @@ def test_low_bits_with_loras(webui: WebUI, sd15: Models, low_bits: str) -> None:
         assert (runs[0].pictures.arrays[0] == runs[-1].pictures.arrays[0]).all()
 
 
-def test_low_bits_with_a_controlnet_and_a_lora(
+def test_an_image_with_float8_weights_a_controlnet_and_a_lora_is_the_webuis(
     webui: WebUI, sd15: Models, controlnet: str, low_bits: str,  # noqa: F811
 ) -> None:
     without = run_on(webui, controlled(webui, controlnet))
     request = {**controlled(webui, controlnet), "prompt": with_lora(sd15.need("lora-a"), 1)}
-    with_it, _ = on_and_off(webui, request)
+    with_it, _ = assert_same_on_and_off(webui, request)
     assert_different(without, with_it, "the LoRA")
 
 
@@ -112,8 +116,11 @@ def assert_near(webui: WebUI, request: dict[str, Any], on: Run, off: Run) -> flo
 
 
 @pytest.mark.parametrize("cached", [False, True], ids=["", "cached"])
-def test_fp8_switched_on_with_loras_another_checkpoint_and_off(a1111: WebUI, sd15: Models, cached: bool) -> None:
-    """OneDiff's runs come first, so that no run of the WebUI alone merges a LoRA for it."""
+def test_images_follow_a1111s_fp8_option_with_loras_and_another_checkpoint(
+    a1111: WebUI, sd15: Models, cached: bool
+) -> None:
+    """They are near to the WebUI's (assert_near). After the option is switched off, they are the earlier ones to the
+    bit. OneDiff's runs come first, so that no run of the WebUI alone merges a LoRA for it."""
     without = run_off(a1111, {})
     plain = run_on(a1111, {})
     a1111.set_options(cache_fp16_weight=cached)

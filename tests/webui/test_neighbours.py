@@ -26,8 +26,8 @@ from webui_compare import (
     Run,
     assert_different,
     assert_same,
+    assert_same_on_and_off,
     need,
-    on_and_off,
     run,
     run_off,
     run_on,
@@ -76,8 +76,10 @@ def edited(webui: WebUI, factor: float) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("nested_scripts", [False, True], ids=["scripts left out", "all scripts"])
-def test_nested_inpainting(webui: WebUI, sd15: Models, crops: list[list[int]], nested_scripts: bool) -> None:
-    """ADetailer: an inpainting of another size for each face, inside the generation."""
+def test_an_image_with_nested_inpaintings_is_the_webuis(
+    webui: WebUI, sd15: Models, crops: list[list[int]], nested_scripts: bool
+) -> None:
+    """ADetailer: an inpainting of another size for each face, inside the generation. The next image is as before."""
     request = {"width": 128, "height": 128}
     nested = {**request, **planned(crops=crops, nested_scripts=nested_scripts)}
     plain = run_on(webui, request)
@@ -88,17 +90,17 @@ def test_nested_inpainting(webui: WebUI, sd15: Models, crops: list[list[int]], n
 
 
 @pytest.mark.parametrize("nested_scripts", [False, True], ids=["scripts left out", "all scripts"])
-def test_nested_generation_has_the_settings_of_its_run(
+def test_a_nested_generation_of_a_run_with_onediff_off_is_off_too(
     webui: WebUI, sd15: Models, crops: list[list[int]], nested_scripts: bool
 ) -> None:
-    """A run with OneDiff off has it off in its nested generations too."""
+    """And the next run has it on."""
     nested = {"width": 128, "height": 128, **planned(crops=crops, nested_scripts=nested_scripts)}
     off = run_off(webui, nested, least_calls=3 + len(crops))
     assert largest_difference(off.pictures, run_without(webui, nested).pictures) == 0
     run_on(webui, {"width": crops[1][0], "height": crops[1][1]})
 
 
-def test_generations_from_another_thread(webui: WebUI, sd15: Models, crops: list[list[int]]) -> None:
+def test_onediff_computes_generations_from_another_thread(webui: WebUI, sd15: Models, crops: list[list[int]]) -> None:
     """As Agent Scheduler makes them: two in a row, while the API is idle."""
     sizes = [{"width": width, "height": height} for width, height in crops[:2]]
     requests = [{**PICTURE, **size, **one_run(enabled=True)} for size in sizes]
@@ -114,19 +116,20 @@ def test_generations_from_another_thread(webui: WebUI, sd15: Models, crops: list
         assert numpy.abs(numpy.asarray(image, dtype=numpy.int16) - own.pictures.arrays[0]).max() <= LARGEST_DIFFERENCE
 
 
-def test_weights_edited_between_generations(webui: WebUI, sd15: Models) -> None:
+def test_an_edit_of_the_weights_between_generations_shows_as_in_the_webuis_image(webui: WebUI, sd15: Models) -> None:
     """As SuperMerger does: the values change, the parameters stay the same objects."""
     plain = run_on(webui, {})
     with edited(webui, 0.5):
-        merged, _ = on_and_off(webui, {})
+        merged, _ = assert_same_on_and_off(webui, {})
     assert_different(plain, merged, "the edit")
     assert_same(run_on(webui, {}), plain)
 
 
-def test_weights_edited_within_a_generation(webui: WebUI, sd15: Models) -> None:
+def test_an_edit_of_the_weights_within_a_generation_shows_as_in_the_webuis_image(webui: WebUI, sd15: Models) -> None:
+    """Before the second of four steps."""
     request = {"steps": 4}
     plain = run_on(webui, request)
-    changed, _ = on_and_off(webui, {**request, **planned(edit_at=1)})
+    changed, _ = assert_same_on_and_off(webui, {**request, **planned(edit_at=1)})
     assert_different(plain, changed, "the edit")
     assert_same(run_on(webui, request), plain)
 
@@ -140,13 +143,15 @@ def test_the_webui_computes_motion_modules(webui: WebUI, sd15: Models) -> None:
 
 
 @pytest.mark.parametrize("request_", [{}, start_from(gradient_image(128, 64))], ids=["txt2img", "img2img"])
-def test_tiles_of_the_vae(webui: WebUI, sd15: Models, request_: dict[str, Any]) -> None:
+def test_an_image_of_tiled_vae_is_the_webuis_and_onediff_decodes_the_next_one(
+    webui: WebUI, sd15: Models, request_: dict[str, Any]
+) -> None:
     """Tiled VAE sets the decoder's forward on its instance, and puts a bound method back."""
     need(webui, "img2img" if request_ else "")
     request = {"width": 128, "height": 64, **request_}
     steps = 2 if request_ else 3
     plain = run_on(webui, request, steps)
-    tiled, _ = on_and_off(webui, {**request, **planned(tiled_vae=True)}, steps)
+    tiled, _ = assert_same_on_and_off(webui, {**request, **planned(tiled_vae=True)}, steps)
     assert_different(plain, tiled, "the tiles")
     again = run_on(webui, request, steps)
     assert_same(again, plain)
@@ -166,19 +171,21 @@ def test_a_foreign_loop_over_the_decoders_layers_is_reported(webui: WebUI, sd15:
 
 @pytest.mark.parametrize("schedule", ["Default", "Zero Terminal SNR"])
 @pytest.mark.parametrize("role", ["sd15-v", "sdxl-v"])
-def test_v_prediction(webui: WebUI, sd15: Models, role: str, schedule: str) -> None:
+def test_images_of_v_prediction_models_are_the_webuis(webui: WebUI, sd15: Models, role: str, schedule: str) -> None:
     name = sd15.use(role)
     with webui.options(sd_noise_schedule=schedule):
-        made, _ = on_and_off(webui, {"sampler_name": "Euler", "width": 72, "height": 88})
+        made, _ = assert_same_on_and_off(webui, {"sampler_name": "Euler", "width": 72, "height": 88})
     infotext = made.pictures.info["infotexts"][0]
     assert name.partition(".")[0] in infotext
     assert ("Noise Schedule: Zero Terminal SNR" in infotext) == (schedule != "Default")
 
 
 @pytest.mark.parametrize("request_", [{}, masked()], ids=["txt2img", "inpainting"])
-def test_sdxl_inpainting(webui: WebUI, sd15: Models, request_: dict[str, Any]) -> None:
+def test_images_of_an_sdxl_inpainting_model_are_the_webuis(
+    webui: WebUI, sd15: Models, request_: dict[str, Any]
+) -> None:
     """The UNet's input has nine channels."""
     sd15.use("sdxl-inpaint")
-    on_and_off(webui, request_, least_calls=3)
+    assert_same_on_and_off(webui, request_, least_calls=3)
     run_on(webui, {})
     assert "inpainting" in webui.status()["model"]

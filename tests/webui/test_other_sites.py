@@ -68,7 +68,7 @@ def answer_to_head(url: str, head: str, body: bytes = b"") -> str:
         return connection.recv(4096).decode()
 
 
-def test_uploaded_page_is_not_shown(standalone: WebUI) -> None:
+def test_an_uploaded_page_is_downloaded_and_not_shown(standalone: WebUI) -> None:
     page = b"<title>mine</title><script>document.title = 'taken'</script>"
     for name, kind in (("page.html", "text/html"), ("image.svg", "image/svg+xml"), ("page.xhtml", "text/html")):
         sent = requests.post(f"{standalone.url}/gradio_api/upload", files={"files": (name, page, kind)}, timeout=60)
@@ -79,7 +79,7 @@ def test_uploaded_page_is_not_shown(standalone: WebUI) -> None:
         assert answer.headers["content-security-policy"].startswith("sandbox")
 
 
-def test_address_in_the_place_of_a_file_is_not_fetched(standalone: WebUI, site: Any) -> None:
+def test_an_address_in_the_place_of_a_file_is_not_fetched(standalone: WebUI, site: Any) -> None:
     image = {"path": f"{site.url}/secret.png", "meta": {"_type": "gradio.FileData"}}
     body = event_of_page(standalone.url, "txt2img_generate", txt2img_prompt=image)
     with HostProcess.running("--port", "0") as host:
@@ -106,11 +106,11 @@ def test_no_route_answers_another_site(standalone: WebUI, headers: dict[str, str
                  "/sdapi/v1/txt2img", "/onediff/v1/release"):
         answer = requests.post(standalone.url + path, headers=headers, json={}, timeout=60)
         assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers, path
-        told = answer_to_head(standalone.url, f"POST {path} HTTP/1.1\r\nContent-Length: 600000000")
-        assert told.startswith(("HTTP/1.1 413", "HTTP/1.1 403")), "a large body is not read"
+        answer = answer_to_head(standalone.url, f"POST {path} HTTP/1.1\r\nContent-Length: 600000000")
+        assert answer.startswith(("HTTP/1.1 413", "HTTP/1.1 403")), "a large body is not read"
 
 
-def test_link_on_another_sites_page_shows_the_page(standalone: WebUI) -> None:
+def test_a_link_on_another_sites_page_may_open_the_page_and_nothing_else(standalone: WebUI) -> None:
     link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
     assert requests.get(f"{standalone.url}/?__theme=dark", headers=link, timeout=60).status_code == 200
     for path, changed in (("/logout", {}), ("/config", {}), ("/", {"Sec-Fetch-Dest": "iframe"})):
@@ -135,7 +135,7 @@ def logged_in(url: str, user: str, password: str, headers: dict[str, str] | None
     return session
 
 
-def test_login_on_the_page(browser: Any, guarded: str) -> None:
+def test_a_user_logs_in_on_the_page(browser: Any, guarded: str) -> None:
     browser.driver.get(guarded)
     fields = browser.wait(lambda: browser.driver.find_elements("css selector", "input, textarea"), "the login form", 60)
     for field, value in zip(fields, ("bob", "two:parts"), strict=True):
@@ -145,7 +145,8 @@ def test_login_on_the_page(browser: Any, guarded: str) -> None:
     browser.driver.delete_all_cookies()
 
 
-def test_a_host_works_under_its_names_alone(guarded: str) -> None:
+def test_the_demo_answers_only_under_its_own_names(guarded: str) -> None:
+    """Otherwise a page whose name leads to this machine could use it. my.box.lan is in --allowed-hosts."""
     for name in ("my.box.lan", "127.0.0.1"):
         own, foreign = ({"Host": name, "Origin": f"http://{origin}"} for origin in (name, "evil.example"))
         session = logged_in(guarded, "ann", "one", own)
@@ -155,15 +156,16 @@ def test_a_host_works_under_its_names_alone(guarded: str) -> None:
     assert requests.get(f"{guarded}/", headers={"Host": "evil.example"}, timeout=60).status_code == 403
 
 
-def test_no_body_is_read_before_the_login(guarded: str) -> None:
+def test_no_large_body_is_read_before_the_login(guarded: str) -> None:
+    """Neither one with its length in the head nor one in chunks."""
     head = "POST /sdapi/v1/txt2img HTTP/1.1\r\n"
     assert answer_to_head(guarded, f"{head}Content-Length: 100000").startswith("HTTP/1.1 413")
     part = b"f000\r\n" + b" " * 0xF000 + b"\r\n"
-    told = answer_to_head(guarded, f"{head}Transfer-Encoding: chunked", 2 * part)
-    assert told.startswith(("HTTP/1.1 413", "HTTP/1.1 401"))
+    answer = answer_to_head(guarded, f"{head}Transfer-Encoding: chunked", 2 * part)
+    assert answer.startswith(("HTTP/1.1 413", "HTTP/1.1 401"))
 
 
-def test_wrong_passwords_are_slowed_and_nobody_else_is(guarded: str) -> None:
+def test_wrong_passwords_of_one_account_delay_no_other_account(guarded: str) -> None:
     def try_one(name: str, password: str) -> requests.Response:
         return requests.post(f"{guarded}/login", data={"username": name, "password": password}, timeout=60)
 
@@ -174,12 +176,13 @@ def test_wrong_passwords_are_slowed_and_nobody_else_is(guarded: str) -> None:
     assert try_one("bob", "two:parts").status_code == 200
 
 
-def test_a_stranger_is_told_of_options_that_the_demo_has(guarded: str) -> None:
-    told = requests.get(f"{guarded}/onediff/v1/status", timeout=60)
-    assert told.status_code == 401 and "--api-auth" not in told.text
+def test_the_refusal_without_a_login_names_no_option_that_the_demo_lacks(guarded: str) -> None:
+    """A WebUI's own message names --api-auth, which the demo does not have."""
+    answer = requests.get(f"{guarded}/onediff/v1/status", timeout=60)
+    assert answer.status_code == 401 and "--api-auth" not in answer.text
 
 
-def test_silent_connections_keep_nobody_from_an_answer(standalone: WebUI) -> None:
+def test_300_silent_connections_do_not_block_a_request(standalone: WebUI) -> None:
     host, port = standalone.url.removeprefix("http://").split(":")
     with contextlib.ExitStack() as stack:
         for _ in range(SILENT):
@@ -188,7 +191,7 @@ def test_silent_connections_keep_nobody_from_an_answer(standalone: WebUI) -> Non
     assert requests.get(f"{standalone.url}/onediff/v1/prewarm", timeout=60).status_code == 405
 
 
-def test_a_host_that_others_can_reach_asks_for_an_account(tmp_path: Path) -> None:
+def test_a_demo_that_other_machines_can_reach_requires_the_password_that_it_prints(tmp_path: Path) -> None:
     with HostProcess.running("--port", "0", "--host", "0.0.0.0", "--data-dir", str(tmp_path)) as host:
         url = host.url()
         password = re.search(r"password (\S+)\.", host.output)[1]

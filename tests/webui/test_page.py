@@ -44,7 +44,8 @@ def page(opened: Any) -> Any:
     return opened
 
 
-def test_generating_on_and_off(page, webui: WebUI) -> None:
+def test_the_checkbox_decides_whether_onediff_computes_the_image(page, webui: WebUI) -> None:
+    """And the status below it describes the image."""
     open_advanced(page, "txt2img")
     page.type("#txt2img_width input[type=number]", 72)
     shown = page.pictures("txt2img_gallery")
@@ -65,7 +66,7 @@ def test_generating_on_and_off(page, webui: WebUI) -> None:
     page.wait_for_text("onediff_txt2img_status", "the WebUI alone", 30)
 
 
-def test_img2img(page, webui: WebUI, tmp_path) -> None:
+def test_onediff_computes_an_img2img_image_of_the_page(page, webui: WebUI, tmp_path) -> None:
     need(webui, "img2img")
     file = tmp_path / "start.png"
     gradient(64, 64).save(file)
@@ -101,7 +102,7 @@ def wait_for_controls(page: Any, **values: str) -> None:
     page.wait(lambda: shown() == values, f"{values} in the controls", 20)
 
 
-def test_closed_it_shows_its_checkbox_and_the_status(page) -> None:
+def test_the_closed_accordion_shows_its_checkbox_and_the_status(page) -> None:
     preset = page.find("#onediff_txt2img_preset")
     box = page.find("#onediff_txt2img_enabled input")
     assert not preset.is_displayed() and box.is_displayed() and box.is_selected()
@@ -118,7 +119,7 @@ def test_closed_it_shows_its_checkbox_and_the_status(page) -> None:
         assert box.is_selected(), "opening and closing it switches nothing"
 
 
-def test_controls_and_text_agree_and_set_the_image(page, webui: WebUI) -> None:
+def test_the_accordions_controls_and_text_agree_and_set_the_image(page, webui: WebUI) -> None:
     open_advanced(page, TAB)
     page.wait_for_text("onediff_txt2img_told", "This run: ", 20)
     move(page, "deepcache_interval", 3)
@@ -137,7 +138,8 @@ def test_controls_and_text_agree_and_set_the_image(page, webui: WebUI) -> None:
     page.wait_for_text("onediff_txt2img_told", "Did you mean 'deepcache_interval'? Fix this, or", 20)
 
 
-def test_an_answer_that_comes_late_is_corrected(page) -> None:
+def test_a_late_answer_of_the_server_does_not_stay_in_the_place_of_a_newer_one(page) -> None:
+    """LATE holds the first answer back: "Exact." comes after "VAE precision fp32.", which must come back."""
     open_advanced(page, TAB)
     page.wait_for_text("onediff_txt2img_told", "This run: Exact.", 20)
     page.run(LATE)
@@ -162,7 +164,8 @@ def test_the_controls_show_the_settings_the_preset_and_the_text(page, webui: Web
         page.wait_for_text("onediff_txt2img_told", "This run: Balanced, Backend eager.", 20)
 
 
-def test_the_first_quick_click_opens_the_list_of_presets(page) -> None:
+def test_a_click_just_after_the_accordion_opens_shows_the_list_of_presets(page) -> None:
+    """The server's answer, which comes later, must not close it."""
     # Without the pointer: its coming to the accordion asks the server, and the click follows at once.
     page.run("document.querySelector(arguments[0]).click()", "#onediff_txt2img_accordion .label-wrap")
     page.find("#onediff_txt2img_preset input").click()
@@ -185,7 +188,7 @@ def seen_settings(page) -> dict[str, bool]:
     """)
 
 
-def test_settings_have_groups_speeds_marks_and_refuse_nonsense(page, webui: WebUI) -> None:
+def test_the_settings_show_groups_speeds_and_changes_and_refuse_a_wrong_value(page, webui: WebUI) -> None:
     with webui.options(onediff_vae_precision="fp32"):
         page.refresh()
         show_settings(page)
@@ -259,7 +262,7 @@ def test_pending_options_are_marked_and_errors_are_below_their_fields(page, webu
         wait_for_bar("")
 
 
-def test_the_webuis_own_settings_are_applied_before_onediffs_were_seen(page) -> None:
+def test_applying_settings_before_onediffs_were_shown_causes_no_error(page) -> None:
     page.refresh()
     if not page.there("settings_submit"):
         pytest.skip("this gradio puts the settings on the page when they are first shown")
@@ -271,7 +274,8 @@ def test_the_webuis_own_settings_are_applied_before_onediffs_were_seen(page) -> 
     assert [entry["message"] for entry in page.driver.get_log("browser") if "onediff" in entry["message"]] == []
 
 
-def test_a_run_without_onediff_shows_no_warning(page) -> None:
+def test_errors_in_the_options_are_not_shown_while_onediff_is_off_for_the_run(page) -> None:
+    """And the infotext has none of them."""
     open_advanced(page, TAB)
     page.type("#onediff_txt2img_changes :is(textarea, input)", "nonsense 5")
     page.find("#onediff_txt2img_changes :is(textarea, input)").send_keys(Keys.TAB)
@@ -301,10 +305,11 @@ PASTED = [
     ("tab", "made_with", "options", "expected"),
     [("txt2img", *given) for given in PASTED] + [("img2img", *given) for given in (PASTED if WHOLE else PASTED[-1:])],
 )
-def test_infotext_pastes_back(
+def test_a_pasted_infotext_sets_the_accordion_to_the_images_options(
     page, webui: WebUI, tab: str, made_with: dict[str, Any], options: dict[str, Any], expected: tuple[bool, str, str]
 ) -> None:
-    """The accordion takes the image's settings, whatever it showed before and whatever the settings tab has."""
+    """Whatever it showed before and whatever the settings tab has. expected: the checkbox, the preset, and the text of
+    options."""
     need(webui, "img2img" if tab == "img2img" else "")
     infotext = webui.txt2img(steps=10, sampler_name="Euler", **one_run(**made_with)).info["infotexts"][0]
     show_tab(page, tab)
@@ -380,7 +385,7 @@ def test_wrong_input_is_refused_with_a_sentence_and_is_never_markup(standalone: 
     assert page.driver.title == "OneDiff"
 
 
-def test_progress_and_interrupt(standalone: WebUI, page: Any) -> None:
+def test_the_demo_shows_progress_and_an_interrupt_keeps_the_unfinished_image(standalone: WebUI, page: Any) -> None:
     # One image may be over before a slow page has looked.
     for name, value in {"steps": 150, "width": 128, "height": 128, "batch_count": 20}.items():
         page.type(f"#txt2img_{name} input[type=number]", value)

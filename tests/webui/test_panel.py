@@ -38,8 +38,8 @@ def while_an_image_is_made(webui: WebUI) -> Iterator[None]:
         generation.pictures()
 
 
-def test_prewarm(panel: Panel, webui: WebUI) -> None:
-    """Progress shows without a click on the page. The next image needs nothing that is not ready."""
+def test_a_pre_warm_shows_its_progress_and_makes_the_next_image_ready(panel: Panel, webui: WebUI) -> None:
+    """Without a click on the page. A wrong size is refused, as text."""
     states: set[str] = set()
     shares: set[str] = set()
 
@@ -52,7 +52,7 @@ def test_prewarm(panel: Panel, webui: WebUI) -> None:
     before = served(webui)
     host_before = webui.calls()["host"]
     panel.prewarm("<b>65x64</b>")
-    panel.told("65x64</b>' is not a size", "cache_result")
+    panel.wait_for_message("65x64</b>' is not a size", "cache_result")
     assert panel.rows() == {} and served(webui) == before
     panel.prewarm("160x128 x2, 192x192")
     panel.page.wait(over, "the end of the queue", 300)
@@ -66,8 +66,10 @@ def test_prewarm(panel: Panel, webui: WebUI) -> None:
     assert webui.calls()["host"] == host_before
 
 
-def test_presets_of_the_loaded_model_and_cancel(panel: Panel, webui: WebUI) -> None:
-    """One click queues a size. The test cancels it, because some WebUIs' models are large."""
+def test_buttons_queue_the_usual_sizes_of_the_loaded_model_and_each_can_be_cancelled(
+    panel: Panel, webui: WebUI
+) -> None:
+    """An image that is made meanwhile keeps them in the queue: some WebUIs' models are large."""
     shown = [family for family in ("SD1", "SD2", "SDXL")
              if any(row.is_displayed() for row in panel.page.driver.find_elements("id", f"onediff_presets_{family}"))]
     assert webui.status()["model"].startswith(("SD1", "SD 1.x")) and shown == ["SD1"]
@@ -81,15 +83,15 @@ def test_presets_of_the_loaded_model_and_cancel(panel: Panel, webui: WebUI) -> N
         (image,) = panel.texts("#onediff_cache_jobs [data-onediff-kind=image]")
         assert image.startswith("Image 128x128, 150 steps") and "of 150" in image
         panel.prewarm("512x512")
-        panel.told("512x512: runs or waits already, not queued again.", "cache_result")
+        panel.wait_for_message("512x512: runs or waits already, not queued again.", "cache_result")
         panel.click_at('#onediff_cache_jobs button[aria-label="Cancel: Pre-warm 768x768"]')
         panel.page.wait(lambda: queued() == ["512x768", "768x512"], "two jobs", 30)
         panel.click("prewarm_cancel")
-        panel.told("cancelled", "cache_result")
+        panel.wait_for_message("cancelled", "cache_result")
     panel.page.wait(lambda: "queued" not in panel.text("cache_jobs"), "an empty queue", 120)
 
 
-def test_images_make_rows_and_what_is_selected_stays(panel: Panel, webui: WebUI) -> None:
+def test_each_image_size_gets_a_row_and_the_selection_stays(panel: Panel, webui: WebUI) -> None:
     for width in (96, 64):
         webui.txt2img(width=width, height=64)
     panel.page.wait(lambda: all("ms" in panel.rows().get(f"{width}x64", "") for width in (64, 96)), "rows", 30)
@@ -128,7 +130,8 @@ def test_the_legend_has_only_words_that_this_machine_shows(panel: Panel, webui: 
     panel.click_at(fold)
 
 
-def test_pinning_and_purging(panel: Panel, webui: WebUI) -> None:
+def test_sizes_are_pinned_unpinned_and_purged(panel: Panel, webui: WebUI) -> None:
+    """A purge asks first. What was not purged stays ready."""
     def pinned() -> set[str]:
         return {resolution for resolution, row in panel.rows().items() if "pinned" in row}
 
@@ -136,7 +139,7 @@ def test_pinning_and_purging(panel: Panel, webui: WebUI) -> None:
     panel.wait_until_ready("64x64", "72x64", "80x64")
     panel.select("64x64", "80x64")
     panel.click("pin")
-    panel.told("2 resolutions pinned.")
+    panel.wait_for_message("2 resolutions pinned.")
     panel.page.wait(lambda: pinned() == {"64x64", "80x64"}, "two marks", 20)
     assert sorted(panel.selected()) == ["64x64", "80x64"], "what is selected stays so when the table is drawn anew"
     panel.click("unpin")
@@ -145,7 +148,7 @@ def test_pinning_and_purging(panel: Panel, webui: WebUI) -> None:
     panel.select("72x64")
     panel.click("purge")
     panel.answer("Purge 72x64 of ", confirm=False)
-    panel.told("Nothing was purged.")
+    panel.wait_for_message("Nothing was purged.")
     assert set(panel.rows()) == {"64x64", "72x64", "80x64"}
     panel.purge("purge_disk", "Sizes that are ready stay ready", "of disk freed")
     panel.select("72x64")
@@ -166,7 +169,7 @@ def test_pinning_and_purging(panel: Panel, webui: WebUI) -> None:
     assert served(webui) >= before + 3
 
 
-def test_by_keyboard_alone(panel: Panel, webui: WebUI) -> None:
+def test_a_size_is_pre_warmed_and_purged_by_keyboard_alone(panel: Panel, webui: WebUI) -> None:
     """test_accessibility.py checks that Tab reaches every control."""
     page = panel.page
 
@@ -181,7 +184,7 @@ def test_by_keyboard_alone(panel: Panel, webui: WebUI) -> None:
     assert panel.selected() == ["72x64"]
     press(Keys.ENTER, at="#onediff_purge")
     panel.answer("Purge 72x64 of ")
-    panel.told("1 resolution purged")
+    panel.wait_for_message("1 resolution purged")
     panel.wait_for_rows("64x64")
     at = "return document.activeElement.className"
     page.wait(lambda: page.run(at) == "onediff-table", "the focus near the button, which is disabled again", 10)

@@ -107,7 +107,8 @@ def picture_by_ready_entries(prewarm: Prewarm, **changes: Any) -> None:
         assert after[kind]["host_ms"] == before[kind]["host_ms"] is not None, kind
 
 
-def test_sizes_and_a_picture_at_each(prewarm: Prewarm) -> None:
+def test_an_image_at_a_pre_warmed_size_needs_nothing_that_is_not_ready(prewarm: Prewarm) -> None:
+    """See picture_by_ready_entries()."""
     resolutions = ("96x64", "64x96", "88x72")
     prewarm.forget(*resolutions)
     before = prewarm.webui.calls()
@@ -121,7 +122,7 @@ def test_sizes_and_a_picture_at_each(prewarm: Prewarm) -> None:
         picture_by_ready_entries(prewarm, width=width, height=height)
 
 
-def test_a_batch_and_a_long_prompt(prewarm: Prewarm) -> None:
+def test_a_batch_and_a_long_prompt_are_pre_warmed(prewarm: Prewarm) -> None:
     prewarm.forget("72x64")
     batch, long = prewarm.finish([*prewarm.ask("72x64 x2"), *prewarm.ask("72x64", tokens=154)])
     assert (batch["state"], long["state"], long["tokens"]) == ("done", "done", 154)
@@ -132,7 +133,10 @@ def test_a_batch_and_a_long_prompt(prewarm: Prewarm) -> None:
 
 
 @pytest.mark.parametrize("option, value", [("batch_cond_uncond", False), ("pad_cond_uncond", True)])
-def test_as_the_host_is_told_to_batch(prewarm: Prewarm, option: str, value: bool) -> None:
+def test_a_pre_warm_makes_the_kinds_of_calls_that_the_hosts_batching_options_cause(
+    prewarm: Prewarm, option: str, value: bool
+) -> None:
+    """option: whether prompt and negative prompt go into one call, or are padded to one length."""
     webui = prewarm.webui
     if option not in webui.get("/sdapi/v1/options"):
         pytest.skip(f"this host has no option {option}")
@@ -144,7 +148,7 @@ def test_as_the_host_is_told_to_batch(prewarm: Prewarm, option: str, value: bool
         picture_by_ready_entries(prewarm, width=64, height=80, prompt=LONG, negative_prompt=LONG)
 
 
-def test_a_picture_during_warm_up(prewarm: Prewarm) -> None:
+def test_an_image_during_a_pre_warm_waits_for_one_size_at_most_and_is_the_same(prewarm: Prewarm) -> None:
     """An image waits for one call of the job at most, and no pixel of it differs."""
     webui = prewarm.webui
     webui.txt2img(seed=3)
@@ -158,10 +162,10 @@ def test_a_picture_during_warm_up(prewarm: Prewarm) -> None:
     assert numpy.array_equal(picture.pixels, alone.pixels)
 
 
-# --- what asks for itself --------------------------------------------------------------------------------------------
+# --- at the start of a process ----------------------------------------------------------------------------------------
 
 
-def test_the_most_used_sizes_of_earlier_processes(tmp_path: Path) -> None:
+def test_the_most_used_sizes_of_earlier_processes_are_pre_warmed_at_the_start(tmp_path: Path) -> None:
     """Rows and pins outlive a process too."""
     with HostProcess.running("--port", "0", "--data-dir", str(tmp_path)) as host:
         webui = WebUI(host.url())

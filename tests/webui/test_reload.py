@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import pytest
 import requests
 from webui_client import WebUI
-from webui_compare import assert_same, need, on_and_off, run_off, run_on
+from webui_compare import assert_same, assert_same_on_and_off, need, run_off, run_on
 from webui_models import Models
 
 RELOADS = 5
@@ -59,13 +59,15 @@ def reload_ui(browser, webui: WebUI) -> None:
     browser.wait(lambda: page_id(webui) not in (None, before), "the new page and its routes", SECONDS_TO_RELOAD)
 
 
-def test_five_reloads_leave_one_hook(webui: WebUI, sd15: Models, browser) -> None:
+def test_five_reloads_of_the_ui_leave_one_hook_one_accordion_and_the_same_images(
+    webui: WebUI, sd15: Models, browser
+) -> None:
     need(webui, "UI reload")
     off = run_off(webui, {})
     on = run_on(webui, {})
     for reload in range(1, RELOADS + 1):
         reload_ui(browser, webui)
-        again, _ = on_and_off(webui, {})
+        again, _ = assert_same_on_and_off(webui, {})
         assert webui.status()["hooks"] == 1, f"after reload {reload}"
         assert again.calls == on.calls, f"after reload {reload}: calls of one picture are counted {again.calls}"
         assert_same(again, on)
@@ -86,7 +88,7 @@ def process_of(webui: WebUI):
 
 
 @pytest.mark.parametrize("one, other", [("sd15", "sd15-b"), ("twin", "twin-b")], ids=lambda role: role)
-def test_memory_after_many_checkpoint_switches(
+def test_memory_does_not_grow_over_many_checkpoint_switches(
     webui: WebUI, sd15: Models, pytestconfig: pytest.Config, one: str, other: str
 ) -> None:
     """glibc keeps freed weights that lie between others. Start the WebUI as its own launcher does, with tcmalloc, or

@@ -49,7 +49,7 @@ def draw(page: Any, selector: str, name: str, last: str = "") -> None:
     (FOLDER / f"{name}.png").write_bytes(base64.b64decode(drawn["data"]))
 
 
-def test_screenshot_of_a_webui(request: pytest.FixtureRequest, browser: Any, webui: WebUI) -> None:
+def test_the_screenshot_of_a_webui_is_drawn(request: pytest.FixtureRequest, browser: Any, webui: WebUI) -> None:
     """With --webui, draws txt2img of that WebUI. The machine needs a font with emoji."""
     if not request.config.getoption("--pictures") or webui.is_standalone:
         pytest.skip("drawn with --pictures and --webui")
@@ -67,7 +67,7 @@ def test_screenshot_of_a_webui(request: pytest.FixtureRequest, browser: Any, web
     browser.forget_size()
 
 
-def test_screenshots(page: Any) -> None:
+def test_the_screenshots_of_the_demo_are_drawn(page: Any) -> None:
     page.type("#txt2img_prompt textarea", "an owl and a rocket on a blue background")
     page.open_accordion("onediff_txt2img_accordion")
     choose_preset(page, "txt2img", "Balanced")
@@ -82,7 +82,7 @@ def test_screenshots(page: Any) -> None:
     compare = Compare(page)
     compare.show()
     compare.choose("compare_right", "Balanced")
-    compare.made(prompt="an owl and a rocket on a blue background", width=256, height=256, steps=20, seed=7)
+    compare.run_to_end(prompt="an owl and a rocket on a blue background", width=256, height=256, steps=20, seed=7)
     draw(page, "[data-onediff-viewer]", "compare", last="#onediff_compare_numbers")
     draw(page, f"#{show_settings(page)}", "settings")
     assert all((FOLDER / f"{name}.png").stat().st_size > 10_000 for name in DRAWN)

@@ -28,11 +28,11 @@ def graphs(webui: WebUI) -> Iterator[None]:
         yield
 
 
-def found_out(webui: WebUI) -> int:
-    return int(webui.get(GRAPHS)["found_out"])
+def route_lookups(webui: WebUI) -> int:
+    return int(webui.get(GRAPHS)["route_lookups"])
 
 
-def replayed_and_off(webui: WebUI, request: dict[str, Any], moves: int = 0) -> Run:
+def assert_replayed_and_same(webui: WebUI, request: dict[str, Any], moves: int = 0) -> Run:
     """Make a request whose shapes are all ready, with the extension on and off. Asserts that most calls replay a plan,
     all by a graph, and that the image is the WebUI's.
 
@@ -42,12 +42,12 @@ def replayed_and_off(webui: WebUI, request: dict[str, Any], moves: int = 0) -> R
     request = {"steps": STEPS, **request}
     for _ in range(2):
         run_on(webui, request)
-    before = found_out(webui)
+    before = route_lookups(webui)
     on = run_on(webui, request, routes=("graph", "plain") if moves else ("graph",))
     assert on.calls["plain"] <= moves
-    looked = found_out(webui) - before
+    lookups = route_lookups(webui) - before
     calls = sum(on.calls.values())
-    assert 0 < looked <= calls // 2 + 2 * moves and looked < calls, f"{looked} of {calls} calls looked who serves them"
+    assert 0 < lookups <= calls // 2 + 2 * moves and lookups < calls, f"{lookups} of {calls} calls had no plan"
     assert_same(on, run_off(webui, request))
     return on
 
@@ -61,27 +61,29 @@ def replayed_and_off(webui: WebUI, request: dict[str, Any], moves: int = 0) -> R
     "a fox AND a castle at night",
     "[a fox:a sea:0.5] AND [a castle|a tower]",
 ], ids=["plain", "at half", "at step 3", "in turn", "longer at half", "AND", "AND of both"])
-def test_prompts_that_follow_the_steps(webui: WebUI, sd15: Models, prompt: str) -> None:
-    plain = replayed_and_off(webui, {"prompt": "a fox"})
-    changed = replayed_and_off(webui, {"prompt": prompt})
+def test_a_prompt_that_changes_within_a_sampling_is_replayed_with_the_webuis_image(
+    webui: WebUI, sd15: Models, prompt: str
+) -> None:
+    plain = assert_replayed_and_same(webui, {"prompt": "a fox"})
+    changed = assert_replayed_and_same(webui, {"prompt": prompt})
     assert_different(plain, changed, "the prompt")
 
 
-def test_lora_whose_weight_follows_the_steps(webui: WebUI, sd15: Models) -> None:
+def test_a_lora_whose_weight_changes_within_a_sampling_gives_the_webuis_image(webui: WebUI, sd15: Models) -> None:
     need_neighbours(webui)
     request = {"prompt": f"{FOX} <lora:{sd15.need('lora-a')}:{WEIGHT}>"}
-    plain = replayed_and_off(webui, request)
+    plain = assert_replayed_and_same(webui, request)
     # A1111 merges into the weights where they are; the Forge family puts merged ones in their place, at first too.
     moves = 0 if webui.kind == "a1111" else 3
     changing = {**request, **planned(weight_of_lora={"2": WEIGHT / 2, "5": 0.0})}
-    scheduled = replayed_and_off(webui, changing, moves=moves)
+    scheduled = assert_replayed_and_same(webui, changing, moves=moves)
     assert_different(plain, scheduled, "the schedule")
     assert_same(run_on(webui, {"steps": STEPS, **request}), plain)
 
 
-def test_interrupted_in_the_middle(webui: WebUI, sd15: Models) -> None:
-    """Nothing of an interrupted sampling reaches the next one."""
-    plain = replayed_and_off(webui, {})
+def test_nothing_of_an_interrupted_sampling_reaches_the_next_one(webui: WebUI, sd15: Models) -> None:
+    """The image after it equals the one before it."""
+    plain = assert_replayed_and_same(webui, {})
     for seed in (1, 2):
         many = {"prompt": "a castle at night", "steps": 60, "seed": seed, "width": 128, "height": 128}
         before = sum(webui.calls().values())

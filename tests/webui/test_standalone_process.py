@@ -32,7 +32,7 @@ def assert_one_sentence(ended: Ended, *parts: str) -> None:
         assert part in lines[0]
 
 
-def test_wrong_arguments_and_models_get_one_sentence(tmp_path: Path) -> None:
+def test_wrong_arguments_and_models_end_the_demo_with_one_sentence(tmp_path: Path) -> None:
     """test_standalone_models.py has the models that cannot be loaded."""
     model = tmp_path / "nothing.safetensors"
     assert_one_sentence(run_to_end("--port", "0", "--model", str(model)), "nothing.safetensors")
@@ -124,7 +124,7 @@ def end(host: HostProcess, number: int, folder: Path) -> None:
     assert list((folder / "temporary").glob("onediff-page-*")) == []
 
 
-def test_with_a_page_that_makes_images_streams_and_requests_that_wait(
+def test_a_signal_ends_the_demo_in_the_middle_of_images_streams_and_waiting_requests(
     browser: Any, host: HostProcess, tmp_path: Path
 ) -> None:
     url = host.url()
@@ -143,7 +143,7 @@ def test_with_a_page_that_makes_images_streams_and_requests_that_wait(
 
 
 @pytest.mark.parametrize("host", [True], indirect=True, ids=["from nothing"])
-def test_while_the_model_is_loaded(host: HostProcess, tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_demo_while_the_model_is_loaded(host: HostProcess, tmp_path: Path) -> None:
     wait_until(lambda: any("Loading the model" in line for line in host.lines))
     end(host, signal.SIGINT, tmp_path)
 

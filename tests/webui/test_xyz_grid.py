@@ -70,8 +70,8 @@ def onediff_in(pictures: Pictures, number: int = 0) -> str:
     return pictures.info["infotexts"][number].partition("OneDiff: ")[2].partition(",")[0]
 
 
-def test_interval_and_preset(webui: WebUI) -> None:
-    """A preset on the last axis, and single options on top of it. The images before and after the plot are equal."""
+def test_each_cell_of_a_plot_is_the_image_of_its_options_and_later_images_have_none(webui: WebUI) -> None:
+    """A preset on the last axis, and single options on top of it."""
     before = alone(webui, {})
     default = onediff_in(alone(webui, {}))
     intervals = (1, 3)

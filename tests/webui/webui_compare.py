@@ -97,7 +97,7 @@ def steps_of(request: dict[str, Any]) -> int:
     return whole["steps"] * whole.get("n_iter", 1)
 
 
-def on_and_off(webui: WebUI, request: dict[str, Any], least_calls: int | None = None) -> tuple[Run, Run]:
+def assert_same_on_and_off(webui: WebUI, request: dict[str, Any], least_calls: int | None = None) -> tuple[Run, Run]:
     """Make a request with the extension on and off. Asserts that OneDiff computed the whole UNet, or the WebUI alone,
     in equally many calls, and that the images are the same. Returns both runs."""
     on = run_on(webui, request, least_calls)
@@ -113,7 +113,7 @@ def assert_within(
     """Assert that another extension's functions run within OneDiff's forward, or by one of the routes, with a reason
     that matches the pattern; that the image is the WebUI's; and that without them, the image is bit for bit the earlier
     one. Returns the runs without and with them."""
-    plain, _ = on_and_off(webui, plain_request)
+    plain, _ = assert_same_on_and_off(webui, plain_request)
     off = run(webui, request, enabled=False)
     calls = off.calls["host"]
     assert off.served(("graph", "plain")) == 0 and calls >= steps_of(request)

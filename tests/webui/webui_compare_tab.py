@@ -45,11 +45,11 @@ class Compare(Panel):
         field = "#onediff_other_facts textarea"
         self.page.type(field, report)
         with contextlib.suppress(AssertionError):
-            return self.told(expected, "compare_differences", 5)
+            return self.wait_for_message(expected, "compare_differences", 5)
         # Seen on a busy machine, just after gradio had made the text box: no answer, for an unknown reason.
         self.page.type(field, "")
         self.page.type(field, report)
-        return self.told(expected, "compare_differences")
+        return self.wait_for_message(expected, "compare_differences")
 
     def start_over(self) -> None:
         """Show the page with the sides and options of a new page, once no comparison runs. The last result stays."""
@@ -73,13 +73,13 @@ class Compare(Panel):
         self.ask(**values)
         self.click("compare_start")
 
-    def made(self, **values: object) -> str:
+    def run_to_end(self, **values: object) -> str:
         """Start a comparison, wait for its end, and return the text of its numbers."""
         # The list keeps the last few comparisons, so its length does not say whether a new one is there.
         before = self.shown()
         self.start(**values)
         self.page.wait(lambda: self.shown() - before, "the end of the comparison", SECONDS)
-        return self.told("Verdict", "compare_numbers", 10)
+        return self.wait_for_message("Verdict", "compare_numbers", 10)
 
     def comparisons(self, state: str) -> list[str]:
         """The lines of comparisons in the list of jobs, of those in this state."""

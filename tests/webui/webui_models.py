@@ -60,22 +60,22 @@ def stem(name: str) -> str:
 
 
 class Models:
-    """The models by their roles in the tests. told: names by role, from the command line; other roles are found by
+    """The models by their roles in the tests. named: names by role, from the command line; other roles are found by
     name."""
 
-    def __init__(self, webui: WebUI, told: dict[str, str]) -> None:
-        unknown = sorted(set(told) - set(ROLES))
+    def __init__(self, webui: WebUI, named: dict[str, str]) -> None:
+        unknown = sorted(set(named) - set(ROLES))
         if unknown:
             raise pytest.UsageError(f"there is no role {unknown[0]!r}; the roles are {', '.join(ROLES)}")
         self.webui = webui
-        self.told = told
+        self.named = named
         self._listed: dict[str, list[str]] = {}
 
     def need(self, role: str) -> str:
         """The WebUI's name of the model for this role; skips the test if there is none."""
         kind, pattern = ROLES[role]
         names = self._names(kind)
-        wanted = self.told.get(role)
+        wanted = self.named.get(role)
         for name in names:
             called = (without_hash(name), stem(name))
             if wanted in called or (not wanted and any(re.fullmatch(pattern, each, re.I) for each in called)):
@@ -133,12 +133,12 @@ LISTS: dict[str, Callable[[WebUI], list[str]]] = {
 }
 
 
-def told_models(file: str | None, pairs: list[str]) -> dict[str, str]:
+def models_named(file: str | None, pairs: list[str]) -> dict[str, str]:
     """Names by role, from --models FILE.json and --model ROLE=NAME; the latter overrides the former."""
-    told: dict[str, str] = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
+    named: dict[str, str] = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
     for pair in pairs:
         role, equals, name = pair.partition("=")
         if not equals:
             raise pytest.UsageError(f"--model takes ROLE=NAME, not {pair!r}")
-        told[role] = name
-    return told
+        named[role] = name
+    return named

@@ -40,7 +40,7 @@ class Panel:
         self.page.run(f"for (const at of document.querySelectorAll('{TABLE} details[open]')) at.open = false")
         tidy()
         self.prewarm("")
-        self.told("Type at least one size", "cache_result")
+        self.wait_for_message("Type at least one size", "cache_result")
 
     def click(self, name: str) -> None:
         self.page.wait(lambda: self.enabled(name), f"a {name} that can be clicked", 20)
@@ -72,7 +72,7 @@ class Panel:
     def text(self, name: str) -> str:
         return self.page.text(f"onediff_{name}")
 
-    def told(self, part: str, where: str = "cache_outcome", seconds: float = SECONDS_TO_TELL) -> str:
+    def wait_for_message(self, part: str, where: str = "cache_outcome", seconds: float = SECONDS_TO_TELL) -> str:
         return self.page.wait_for_text(f"onediff_{where}", part, seconds)
 
     # --- the table ------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class Panel:
         """Purge and confirm. question, told: parts of the question before it, and of the message after it."""
         self.click(button)
         self.answer(question)
-        self.told(told)
+        self.wait_for_message(told)
 
     def answer(self, question: str, confirm: bool = True) -> None:
         """Answer the browser's question."""

@@ -46,7 +46,7 @@ def replaying_graphs() -> Any:
             self.own_bytes = bytes_of(inputs)
             self._layout = binding.layout
             self._ops = ops
-            self._weights = all_lying_still(binding.weights())
+            self._weights = at_their_addresses(binding.weights())
 
         def run(self, call: Any) -> Tensor:
             copy_inputs(call, self.inputs)
@@ -61,7 +61,7 @@ def replaying_graphs() -> Any:
                 self._alive[memory] = None
             if inputs.patches is None:
                 return Replayed(binding, ops, inputs, memory)
-            weights = all_lying_still(binding.weights())
+            weights = at_their_addresses(binding.weights())
             recording = tape().TapeRecording()
             return record(recording, inputs, memory, lambda call: compute(binding.layout, weights, ops, call))
 
@@ -80,16 +80,16 @@ def tape() -> Any:
     return module
 
 
-def all_lying_still(weights: Any) -> Any:
+def at_their_addresses(weights: Any) -> Any:
     """The weights at their current addresses, which is all that a graph knows of them. What the WebUI casts at each use
     is cast within the graph."""
     from lib_onediff.weights.operands import Operands
 
     # What the steps hold is written over in its place.
-    return Operands({name: lying_still(layer) for name, layer in weights.stored.items()}, weights.steps)
+    return Operands({name: at_its_addresses(layer) for name, layer in weights.stored.items()}, weights.steps)
 
 
-def lying_still(layer: Any) -> Any:
+def at_its_addresses(layer: Any) -> Any:
     """A layer's tensors in their current memory, independent of where its parameters are moved later."""
     return type(layer)(*(part.detach() if isinstance(part, Tensor) else part for part in layer))
 
@@ -99,7 +99,7 @@ class Switch:
 
     def __init__(self) -> None:
         self._undo: list[tuple[Any, str, Any]] = []
-        self.found_out = 0
+        self.route_lookups = 0
 
     def turn(self, on: bool) -> None:
         from lib_onediff.core.refusal import Refusal
@@ -119,7 +119,7 @@ class Switch:
         native = runtime.devices.named("native")
 
         def counting(chain: Any, *args: Any) -> Any:
-            self.found_out += 1
+            self.route_lookups += 1
             return begin(chain, *args)
 
         self.put(BackendChoice, "begin", counting)
@@ -131,21 +131,21 @@ class Switch:
         self._undo.append((holder, name, getattr(holder, name)))
         setattr(holder, name, value)
 
-    def told(self) -> dict[str, Any]:
-        return {"on": bool(self._undo), "found_out": self.found_out}
+    def state(self) -> dict[str, Any]:
+        return {"on": bool(self._undo), "route_lookups": self.route_lookups}
 
 
 def add_routes(demo: Any, app: Any) -> None:
     switch = Switch()
 
     @app.get("/onediff-graphs/v1")
-    def told() -> dict[str, Any]:
-        return switch.told()
+    def state() -> dict[str, Any]:
+        return switch.state()
 
     @app.post("/onediff-graphs/v1")
     def turn(on: bool = Body(..., embed=True)) -> dict[str, Any]:
         switch.turn(on)
-        return switch.told()
+        return switch.state()
 
 
 script_callbacks.on_app_started(add_routes)
