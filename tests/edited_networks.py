@@ -91,8 +91,8 @@ class Pair(ABC):
 
     @contextlib.contextmanager
     @abstractmethod
-    def image(self, told: bool) -> Iterator[None]:
-        """A context whose calls belong to one image. told: whether the host announces its begin and end."""
+    def image(self, is_announced: bool) -> Iterator[None]:
+        """A context whose calls belong to one image. is_announced: whether the host announces its begin and end."""
         yield
 
     def as_hosts(self, twin: Any) -> Any:
@@ -135,8 +135,8 @@ class DiffusersPair(Pair):
         return given
 
     @contextlib.contextmanager
-    def image(self, told: bool) -> Iterator[None]:
-        with lib_onediff.sampling(self.ours) if told else contextlib.nullcontext():
+    def image(self, is_announced: bool) -> Iterator[None]:
+        with lib_onediff.sampling(self.ours) if is_announced else contextlib.nullcontext():
             yield
 
 
@@ -165,7 +165,7 @@ class WebuiPair(Pair):
         return {"x": random(batch, 4, *size), "timesteps": timesteps, "context": context}
 
     @contextlib.contextmanager
-    def image(self, told: bool) -> Iterator[None]:
+    def image(self, is_announced: bool) -> Iterator[None]:
         p = SimpleNamespace(sd_model=self.host.checkpoint, sampler=Sampler(), is_hr_pass=False)
         runtime.guard.hook("the settings of this generation", in_generation=True)(runtime.guard.resume)()
         self.adapter.before_sampling(p)

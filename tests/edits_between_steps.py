@@ -22,7 +22,7 @@ from random_edits import (
 )
 from torch import Tensor, nn
 
-# Not what makes a call one of another shape, or a host refuse every call.
+# Without those that change a call's shape, or make the host refuse every call.
 DEFAULTS = (
     edits_of_calls.default_dtype, edits_of_calls.autocast_off, edits_of_calls.other_kernels,
     edits_of_calls.training_mode,

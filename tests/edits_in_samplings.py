@@ -3,9 +3,9 @@ which the host's own code runs.
 
     python tests/edits_in_samplings.py --edits 400 --seed 0 [--networks sdxl,cosmos,anima] [--kinds weights,code]
 
-The rule: an edit of what a cached step reads counts at that step, any other one at the next whole step. The twin
-computes a cached step by its whole forward, in which the activation at the cut is replaced by what it was at the last
-whole step.
+The rule: an edit of a layer that cached steps compute takes effect at the next step, an edit of any other layer at the
+next whole step. The twin computes a cached step by its whole forward, in which the activation at the cut is replaced by
+that of the last whole step.
 """
 from __future__ import annotations
 
@@ -54,8 +54,9 @@ UNCOUNTED = frozenset({"add_to_data", "edit_one_row", "other_numbers"})
 
 @dataclass
 class Report:
-    """edits: by kind, made and undone. steps: by (half, route). wrong: what was, a line each. unknown: the cached steps
-    that the twin cannot compute, because an edit makes its inner part raise. worst: the largest relative error."""
+    """edits: the number made or undone, by kind. steps: their number, by (whole or cached, route). wrong: the failures,
+    a line each. unknown: the number of cached steps that the twin cannot compute, because an edit makes the layers that
+    are skipped raise. worst: the largest relative error."""
 
     edits: Counter[str] = field(default_factory=Counter)
     steps: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -175,9 +176,9 @@ class Run:
         where = f"step {index}, {half} by {route} ({runtime.status()['reason']})"
         self._cached_in_a_row = self._cached_in_a_row + 1 if is_cached else 0
         if is_cached and is_read:
-            self.wrong(f"{where}: the edit before it did not count")
+            self.wrong(f"{where}: the edit before it had no effect")
         if self._cached_in_a_row >= INTERVAL:
-            self.wrong(f"{where}: it is to be a whole one")
+            self.wrong(f"{where}: it must be a whole one")
         if isinstance(theirs, Exception) and is_cached:
             report.unknown += 1
             return
@@ -188,11 +189,11 @@ class Run:
         if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
             self.wrong(f"{where}: {ours.shape} {ours.dtype}, the host's is {theirs.shape} {theirs.dtype}")
             return
-        apart = distance(ours, theirs)
-        if apart > CLOSE[torch.float32] and apart > limit_of(pair, theirs_by, given, theirs):
-            self.wrong(f"{where}: {apart:.1e} away")
+        error = distance(ours, theirs)
+        if error > CLOSE[torch.float32] and error > limit_of(pair, theirs_by, given, theirs):
+            self.wrong(f"{where}: an error of {error:.1e}")
             return
-        report.worst = max(report.worst, apart)
+        report.worst = max(report.worst, error)
 
     def wrong(self, what: str) -> None:
         self.report.wrong.append(f"{what}; {'; '.join(self.history[-24:])}")
@@ -201,7 +202,8 @@ class Run:
 def run(
     network: str, count: int, seed: int, kinds: Sequence[str] = KINDS, most_wrong: int = 5,
 ) -> Report:
-    """Samplings with so many edits, and at the end two without any, of which the second is to be served as ever."""
+    """Run samplings with `count` edits, and at the end two without any. The second must be served by graphs, as before
+    all edits."""
     forget_everything()
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patch, exact_products():

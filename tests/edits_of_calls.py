@@ -253,7 +253,7 @@ def latent_form(pair: Pair, chance: random.Random) -> Undo:
 
 
 def way_of_passing(pair: Pair, chance: random.Random) -> Undo:
-    others: list[Given] = [{"by position": True}, {"of nobody": 1}, {names_of_context(pair): None}]
+    others: list[Given] = [{"by position": True}, {"unknown": 1}, {names_of_context(pair): None}]
     if pair.names[0] == "sample":
         others += [
             {"return_dict": False}, {"cross_attention_kwargs": {}}, {"cross_attention_kwargs": {"scale": 1.0}},

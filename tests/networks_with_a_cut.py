@@ -1,4 +1,5 @@
-"""The oracle of edits_in_samplings.py: networks beside twins, whose forward runs as a whole step or as a cached one."""
+"""The networks of edits_in_samplings.py, each with a twin, whose forward (the host's code) runs as a whole step or as a
+cached one: the reference for OneDiff's steps."""
 from __future__ import annotations
 
 import contextlib

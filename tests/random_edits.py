@@ -3,7 +3,7 @@ network with the same weights and edits, which runs the host's own code.
 
     python tests/random_edits.py --edits 2000 --seed 0 [--device cuda] [--dtype float16] [--networks sd1,anima]
         [--kinds globals,classes] [--seconds 600]
-    python tests/random_edits.py --networks sdxl --replay "default_dtype:12; calls:1:7:told"
+    python tests/random_edits.py --networks sdxl --replay "default_dtype:12; calls:1:7:announced"
 
 The exit status is 1 if an output was wrong, if OneDiff did not serve a call after all edits were undone, or if it
 served so few calls that the run shows nothing.
@@ -152,15 +152,15 @@ class UndoLast(NamedTuple):
 
 
 class Calls(NamedTuple):
-    """The step of a plan that makes `count` calls with the inputs of a seed. told: whether the host announces the
-    begin and end of the image."""
+    """The step of a plan that makes `count` calls with the inputs of a seed. is_announced: whether the host
+    announces the begin and end of the image."""
 
     count: int
     seed: int
-    told: bool
+    is_announced: bool
 
     def __str__(self) -> str:
-        return f"calls:{self.count}:{self.seed}:{'told' if self.told else 'untold'}"
+        return f"calls:{self.count}:{self.seed}:{'announced' if self.is_announced else 'unannounced'}"
 
 
 Step = Make | UndoLast | Calls
@@ -203,7 +203,7 @@ def plan_of(text: str) -> list[Step]:
         if name == "undo":
             plan.append(UndoLast())
         elif name == "calls":
-            plan.append(Calls(int(numbers[0]), int(numbers[1]), numbers[2] == "told"))
+            plan.append(Calls(int(numbers[0]), int(numbers[1]), numbers[2] == "announced"))
         else:
             plan.append(Make(BY_NAME[name], int(numbers[0])))
     return plan
@@ -303,7 +303,7 @@ def compare(pair: Pair, name: str, ours_by: Any, theirs_by: Any, given: Given, t
     if versions != [one._version for one in tensors_in(given) if not one.is_inference()]:
         raise Wrong(f"{name}: OneDiff wrote to an input")
     theirs, expected_state = attempt(pair, theirs_by, given)
-    where = f"{name} by {', '.join(taken) or 'nobody'} ({runtime.status()['reason'] or 'no reason'})"
+    where = f"{name} by {', '.join(taken) or 'no route'} ({runtime.status()['reason'] or 'no reason'})"
     if isinstance(ours, Exception) or isinstance(theirs, Exception):
         if type(ours) is not type(theirs):
             raise Wrong(f"{where}: {ours!r:.150}, and the host's is {theirs!r:.150}")
@@ -314,22 +314,22 @@ def compare(pair: Pair, name: str, ours_by: Any, theirs_by: Any, given: Given, t
             raise Wrong(f"{where}: {fact} {getattr(ours, fact)}, the host's {getattr(theirs, fact)}")
     if state is not None and not torch.equal(state, expected_state):
         raise Wrong(f"{where}: it drew other random numbers than the host")
-    apart = distance(ours, theirs)
-    if apart > 1e-5 and apart > (most := limit_of(pair, theirs_by, given, theirs)):
+    error = distance(ours, theirs)
+    if error > 1e-5 and error > (most := limit_of(pair, theirs_by, given, theirs)):
         again = repeated(pair, ours_by, theirs_by, given, theirs)
-        raise Wrong(f"{where}: an error of {apart:.1e}, of which rounding explains {most:.0e}{again}")
-    tally.worst = max(tally.worst, apart)
+        raise Wrong(f"{where}: an error of {error:.1e}, of which rounding explains {most:.0e}{again}")
+    tally.worst = max(tally.worst, error)
 
 
 def repeated(pair: Pair, ours_by: Any, theirs_by: Any, given: Given, theirs: Tensor) -> str:
     """The errors of a second output of each network against the host's first one, as a text. It shows whether a fault
     lasts."""
-    told = ""
+    found = ""
     for name, caller in (("the host", theirs_by), ("ours", ours_by)):
         again, _ = attempt(pair, caller, given)
-        what = f"{again!r:.100}" if isinstance(again, Exception) else f"{distance(again, theirs):.1e}"
-        told += f"; {name} again: {what}"
-    return told
+        second = f"{again!r:.100}" if isinstance(again, Exception) else f"{distance(again, theirs):.1e}"
+        found += f"; {name} again: {second}"
+    return found
 
 
 def given_now(pair: Pair, seed: int) -> Given:
@@ -397,12 +397,12 @@ def made(step: Make, pair: Pair) -> Undo | None:
 def run_calls(pair: Pair, step: Calls, tally: Tally, is_edited: bool) -> None:
     """Make the calls of a step, also of copies of the networks. Raises Wrong, and NotAgain if no edit is in effect and
     OneDiff does not serve the next image."""
-    with pair.image(step.told):
+    with pair.image(step.is_announced):
         for _ in range(step.count):
             compare(pair, "the network", pair.ours, pair.theirs, given_now(pair, step.seed), tally)
             for name, ours, theirs in list(pair.callers):
                 compare(pair, name, ours, theirs, given_now(pair, step.seed), tally)
-    if is_edited or not step.told:
+    if is_edited or not step.is_announced:
         return
     with pair.image(True):
         compare(pair, "the next image", pair.ours, pair.theirs, given_now(pair, step.seed), tally)

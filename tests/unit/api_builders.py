@@ -1,4 +1,4 @@
-"""The REST API in an app of its own: the real runtime, store and pre-warm queue, and a WebUI that is only a lock."""
+"""The REST API in a separate app: the real runtime, store and pre-warm queue, and a WebUI that is only a lock."""
 from __future__ import annotations
 
 import base64
@@ -29,7 +29,7 @@ SECONDS = 30
 
 
 class LockOnly(WebUI):
-    """One without a model. While its lock is held it makes a picture."""
+    """A WebUI without a model. While its lock is held, it counts as making an image."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,8 @@ class LockOnly(WebUI):
 
 
 class Api:
-    """client: of an app that has nothing but the API. jobs: its list. warmup: adds sizes to it, for webui."""
+    """client: sends requests to an app that has nothing but the API. jobs: the list of jobs that the API shows. warmup:
+    adds pre-warms of `webui` to it."""
 
     def __init__(self) -> None:
         self.webui = LockOnly()
@@ -54,7 +55,7 @@ class Api:
         self.client = TestClient(self.add_to(self.app, command_line()), raise_server_exceptions=False)
 
     def add_to(self, app: Any, cmd_opts: Any) -> Any:
-        """The same app, with the API where cmd_opts lets it."""
+        """The same app, with the API added if cmd_opts, the WebUI's command line, allows it."""
         exclusively = self.webui.exclusively
         routes.add_routes(app, cmd_opts, runtime, self.warmup, self.jobs, exclusively, lambda: STATUS)
         return app
@@ -66,7 +67,7 @@ class Api:
         return self.ask("POST", path, status, json=body)
 
     def ask(self, method: str, path: str, status: int, **options: Any) -> Any:
-        """The JSON that comes back with this status; every other status is one sentence."""
+        """The JSON of an answer, which must have this status. That of an error must be one sentence."""
         answer = self.client.request(method, f"/onediff/v1/{path}", **options)
         assert answer.status_code == status, answer.text
         if status >= 400:
@@ -91,7 +92,7 @@ def a1111s_app(accounts: str) -> FastAPI:
 
 
 def command_line(**flags: Any) -> SimpleNamespace:
-    """A WebUI's command line, with --api unless said otherwise."""
+    """A WebUI's command line, with --api unless flags change it."""
     return SimpleNamespace(**{"api": True, "nowebui": False, "api_auth": None, "gradio_auth": None, **flags})
 
 
@@ -106,7 +107,7 @@ def remember(folder: Path, rows: Iterable[tuple[str, str]]) -> None:
 
 
 def basic(account: str) -> dict[str, str]:
-    """The header of "user:password"."""
+    """The header of HTTP basic authentication. account: "user:password"."""
     return {"Authorization": "Basic " + base64.b64encode(account.encode()).decode()}
 
 

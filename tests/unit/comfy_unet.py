@@ -1,5 +1,5 @@
 """A forward over ldm's layers that calls functions of extensions as hosts of the Forge family do, written from those
-hosts' behaviour: the oracle of our own forward with the same functions."""
+hosts' behaviour: the reference for our own forward with the same functions."""
 from __future__ import annotations
 
 from typing import Any

@@ -31,7 +31,7 @@ def poster(seed: int = 0) -> Tensor:
 
 
 def noisy(image: Tensor, deviation: float, seed: int = 1) -> Tensor:
-    """An image with noise. deviation: of 255. Pixels are clipped to 0 to 1."""
+    """An image with normal noise. deviation: the noise's, in units of 1/255. Pixels are clipped to 0 to 1."""
     noise = torch.randn(image.shape, generator=random(seed), dtype=image.dtype)
     return (image + noise * deviation / 255).clamp(0, 1)
 

@@ -87,7 +87,8 @@ def call_of(unet: Any, time: float, names: Sequence[str] = ("cat", "ugly"), size
 
 
 class Oracle:
-    """Computes full passes of a UNet, and cached passes with any deep feature."""
+    """DeepCache's passes of a UNet, by our forward with torch's operators and without the runtime: the reference for
+    which pass the runtime makes at each step, and with the deep feature of which step."""
 
     def __init__(self, unet: Any, depth: int) -> None:
         self.unet = unet
