@@ -82,8 +82,7 @@ def test_a_measurement_frees_memory_that_torch_keeps_unused_if_it_needs_it() -> 
 
 
 def test_a_call_on_a_full_gpu_is_right_or_runs_out_of_memory_in_the_hosts_forward(unet: nn.Module) -> None:
-    """With 50, 150 and 400 MiB to spare, for calls of which the host's forward alone needs more than the least. Once
-    there is memory again, OneDiff serves as before."""
+    """With 50, 150 and 400 MiB of memory left. Once there is more again, OneDiff serves as before."""
     small = arguments(unet)
     large = arguments(unet, 1024, 1024, 4)
     check_calls(unet, small)

@@ -43,7 +43,7 @@ def check_calls(unet: nn.Module, size: tuple[int, int], calls: int = 3) -> None:
 
 
 def reserved() -> int:
-    """The bytes that torch has reserved and uses."""
+    """The bytes that torch keeps reserved after its unused memory was returned to the driver."""
     gc.collect()
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved()
