@@ -197,6 +197,7 @@ def test_unmerged_loras_are_computed_beside_their_layers(host: Any) -> None:
 
 @pytest.mark.parametrize("host", ["a1111"], indirect=True)
 def test_the_host_computes_an_unmerged_network_that_is_not_a_lora(host: Any) -> None:
+    """A full difference of a convolution's weight, which our forward cannot compute beside the layer."""
     host.start()
     host.set_lora(0.0, online=True)
     networks = host.module("networks")
@@ -255,6 +256,7 @@ def test_our_forward_adds_the_residuals_of_controlnet_and_t2i_adapters(host: Hos
 
 
 def test_a_forward_on_the_unet_object_that_calls_its_classs_forward_is_served_except_in_a1111(host: Host) -> None:
+    """The class's forward is OneDiff's hook, which so gets the call all the same."""
     unet = host.unet
     expected = host.generate()
     host.start()

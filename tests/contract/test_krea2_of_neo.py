@@ -119,6 +119,7 @@ ARGUMENTS: dict[str, Any] = {
 def test_only_calls_with_something_that_our_forward_does_not_compute_are_left_to_the_host(
     host: Krea2Host, reason: str
 ) -> None:
+    """reason: a part of the reason in the status; a key of CHANGES or ARGUMENTS."""
     def changed() -> Tensor:
         with pytest.MonkeyPatch.context() as patch:
             if reason in ARGUMENTS:

@@ -116,7 +116,8 @@ def test_without_a_checkpoint_the_status_works_and_the_next_one_is_served(host: 
 
 
 @pytest.mark.parametrize("folders", [("webui",), ()], ids=["unknown modules", "no modules"])
-def test_in_an_unsupported_webui_every_method_does_nothing(folders: tuple[str, ...]) -> None:
+def test_in_an_unsupported_webui_every_method_of_the_adapter_does_nothing(folders: tuple[str, ...]) -> None:
+    """folders: the stand-in has the modules that all WebUIs share, or none. WebUI is the adapter's base class."""
     with on_path(*folders):
         adapter = this_webui()
         assert type(adapter) is WebUI

@@ -135,6 +135,7 @@ def test_a_prompt_with_a_dimension_too_many_raises_the_hosts_error(host: Transfo
 
 
 def test_unets_and_transformers_are_served_in_turn(host: TransformerHost) -> None:
+    """The WebUI loads checkpoints of both kinds by turns. host.is_transformer decides which kind it makes."""
     expected = {}
     for host.is_transformer in (False, True):
         host.checkpoint = host.make()
@@ -188,6 +189,7 @@ def test_our_forward_reads_the_weights_unit_by_unit(host: TransformerHost) -> No
 
 
 def test_the_same_layers_of_every_block_may_be_in_eight_bits(host: TransformerHost) -> None:
+    """A layer's class is its place in a block: every block has one layer of each class, and other layers have none."""
     layout = BoundNetwork(host.unet).layout
     classes = [one.layer_class for one in every_low_bit_layer(layout)]
     assert len(set(classes)) == host.low_bit_classes

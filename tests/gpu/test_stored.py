@@ -150,7 +150,7 @@ def test_the_scale_of_a_row_with_nan_or_infinity_is_nan(rotation: int, strange: 
 @pytest.mark.parametrize("config", INT8_PRODUCT.candidates, ids=str)
 @pytest.mark.parametrize("one_scale", [True, False])
 @pytest.mark.parametrize(("layers", "ranks"), [(1, 0), (1, 16), (1, 48), (3, 32)])
-def test_an_int8_product_is_the_exact_product_of_its_factors_with_one_scale_and_with_loras(
+def test_an_int8_product_with_loras_is_exact_but_for_rounding_its_result(
     config: Any, one_scale: bool, layers: int, ranks: int, dtype: torch.dtype
 ) -> None:
     """exact: the same int8 factors in float64. one_scale: for the whole weight, or one for each of its columns. layers:
@@ -170,7 +170,7 @@ def test_an_int8_product_is_the_exact_product_of_its_factors_with_one_scale_and_
 
 @pytest.mark.parametrize("config", DOWN_PRODUCT.candidates, ids=str)
 @pytest.mark.parametrize("shape", [(8192, 2048, 32), (333, 8192, 96), (77, 1024, 16)], ids=str)
-def test_the_product_with_the_down_matrices_of_loras_is_as_exact_as_the_dtype(
+def test_the_product_with_the_down_matrices_of_loras_is_exact_but_for_rounding_its_result(
     config: Any, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
     rows, width, ranks = shape
@@ -264,6 +264,7 @@ def test_the_error_of_a_linear_layer_is_that_of_rounding_its_input(
 def test_the_error_of_layers_after_an_adaptive_norm_is_that_of_rounding_their_input(
     values: torch.dtype, rotation: int, lora: bool, bias: bool, dtype: torch.dtype
 ) -> None:
+    """Two layers, each after the norm of the residual with the layer before added; see check_error."""
     layer = layer_in_eight_bits(2048, 2048, values, rotation, dtype, lora)
     layer = layer if bias else layer._replace(bias=None)
 
@@ -321,6 +322,7 @@ def test_the_error_of_animas_feed_forward_is_that_of_rounding_its_inputs(
 
 @ROTATIONS
 def test_a_replay_of_int8_layers_equals_plain_launches(rotation: int, dtype: torch.dtype) -> None:
+    """With a LoRA and without, to the bit."""
     layer = layer_in_eight_bits(2048, 2048, INTEGERS, rotation, dtype, lora=True)
     plain, ops, x = layer._replace(low_rank=None), operators(dtype), random(2, 500, 2048, dtype=dtype)
 

@@ -203,6 +203,7 @@ def test_a_unet_on_another_gpu_than_the_current_one_is_replayed_timed_and_tuned_
 
 @torch.no_grad()
 def test_a_vae_on_another_gpu_than_the_current_one_is_served_there() -> None:
+    """Decoder and encoder. Their outputs are close to the VAE's own, on its GPU, and torch's current GPU stays 0."""
     device = torch.device("cuda", 1)
     vae: Any = random_vae(True, device).half()
     latent = torch.randn(1, 4, 24, 16, device=device, dtype=torch.float16)

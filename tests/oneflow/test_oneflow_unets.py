@@ -21,6 +21,7 @@ from lib_onediff.families.unet.call import Control
 
 @pytest.mark.parametrize("layout", ["SD1", "SDXL"])
 def test_each_size_has_one_graph_and_its_output_is_close_to_diffusers(layout: str) -> None:
+    """graphs: how many there are after a call of the size; the first size comes again at the end."""
     unet = diffusers_unet(**getattr(builders, layout))
     ours = Ours(unet)
     before = GRAPHS.count
@@ -31,6 +32,7 @@ def test_each_size_has_one_graph_and_its_output_is_close_to_diffusers(layout: st
 
 
 def test_odd_sizes_and_attention_in_float32_are_close_to_diffusers() -> None:
+    """After upsampling, the hidden states of a latent of 9x13 must be resized to the skips' size."""
     unet = diffusers_unet(**builders.SMALL)
     for call in (a_call(unet, 9, 13, batch=1), replace(a_call(unet), upcast_attention=True)):
         assert close(Ours(unet).output(call), diffusers_output(unet, call))

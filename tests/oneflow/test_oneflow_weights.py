@@ -33,6 +33,7 @@ def test_edits_in_place_are_in_the_output_of_the_same_graph() -> None:
 
 
 def test_a_replaced_parameter_has_another_graph_and_the_old_one_its_old_graph() -> None:
+    """A graph reads weights at fixed addresses."""
     unet = diffusers_unet(**SMALL)
     ours = Ours(unet)
     call = a_call(unet)
@@ -49,6 +50,7 @@ def test_a_replaced_parameter_has_another_graph_and_the_old_one_its_old_graph() 
 
 
 def test_a_graph_does_not_keep_the_weights_of_a_deleted_unet() -> None:
+    """Graphs are kept until the process ends, so that the weights would be too."""
     class Memory(bytearray):
         """Bytes to which there can be a weak reference."""
 
