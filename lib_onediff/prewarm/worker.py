@@ -31,7 +31,8 @@ DECODING = "checking the VAE's decode"
 CHECKING = "comparing with the WebUI's own UNet"
 CAPTURING = "capturing a graph"
 MEASURING = "measuring"
-# How long each kind of work takes, as a multiple of a call without a graph: used until this process has measured it.
+# How long each kind of work takes, as a multiple of a usual call. Checking and capturing also take some seconds that do
+# not depend on the size, so their times at one size say little about another.
 WEIGHTS = {CHECKING: 6.0, CAPTURING: 3.0, MEASURING: 1.0, DECODING: 6.0}
 # A call of twice the pixels takes 2 ** (1 + GROWTH) times as long, because of attention. Of emoji-sd on a CPU, 768x768
 # took 21 times as long as 256x256. Used for sizes larger than the one that was timed.
@@ -66,22 +67,25 @@ class SizeJob(Job):
     of_calls: float = 0.0
 
 
-class Timed(NamedTuple):
-    """How long some work took. kind: a key of WEIGHTS. pixels: of the image. seconds: for one latent."""
+class TimedStep(NamedTuple):
+    """How long a usual UNet call takes at some size. pixels: of the image. seconds: for one latent."""
 
-    kind: str
     pixels: int
     seconds: float
 
-    def seconds_for(self, kind: str, pixels: int) -> float:
-        """Estimated seconds that work of some kind takes for one latent of an image of so many pixels; if that is far
-        (see is_far_from), those for the largest image that is not far, which are too few."""
+    def seconds_at(self, pixels: int) -> float:
+        """Estimated seconds of such a call for one latent of an image of so many pixels; if that is far (is_far_from),
+        those for the largest image that is not far, which are too few."""
         ratio = min(pixels / self.pixels, MOST_TIMES_THE_PIXELS)
-        return self.seconds * WEIGHTS[kind] / WEIGHTS[self.kind] * ratio * max(1.0, ratio) ** GROWTH
+        return self.seconds * ratio * max(1.0, ratio) ** GROWTH
 
     def is_far_from(self, pixels: int) -> bool:
-        """Whether an image of so many pixels has more than MOST_TIMES_THE_PIXELS of this work."""
+        """Whether an image of so many pixels has more than MOST_TIMES_THE_PIXELS of this one."""
         return pixels > MOST_TIMES_THE_PIXELS * self.pixels
+
+    def distance_to(self, pixels: int) -> float:
+        """How far an image of so many pixels is from this one: 0 for the same number of pixels."""
+        return abs(math.log(pixels / self.pixels))
 
 
 class Estimate(NamedTuple):
@@ -93,31 +97,30 @@ class Estimate(NamedTuple):
 
 
 class WorkTimes:
-    """Estimates how long each kind of work (a key of WEIGHTS) takes, from the work that this process has measured."""
+    """Estimates which share of a job each kind of work (a key of WEIGHTS) takes, from the work that this process has
+    measured."""
 
     def __init__(self) -> None:
-        # The last measurement of each kind at each number of pixels.
-        self._measured: dict[tuple[str, int], Timed] = {}
+        # The kind of work: the seconds that it took for each pixel, at the last measurement.
+        self._measured: dict[str, float] = {}
 
-    def note(self, kind: str, pixels: int, latents: int, seconds: float) -> None:
-        """Note how many seconds some work took, in place of an earlier measurement of its kind at as many pixels. kind:
-        a key of WEIGHTS. pixels: of the image. latents: the number of latents that were computed."""
-        self._measured[kind, pixels] = Timed(kind, pixels, seconds / latents)
+    def note(self, kind: str, pixels: int, seconds: float) -> None:
+        """Note how many seconds some work took, in place of an earlier measurement of its kind. kind, pixels: as for
+        estimate()."""
+        self._measured[kind] = seconds / pixels
 
-    def best_for(self, kind: str, pixels: int, more: Iterable[Timed] = ()) -> Timed | None:
-        """The measurement from which to estimate some work; None if there is none. One that is not far from the size
-        comes before one that is, then one of the same kind before others, then the one nearest in pixels. kind, pixels:
-        of the work, as for note(). more: further measurements to choose from."""
-        measured = [*self._measured.values(), *more]
-        return min(measured, default=None, key=lambda timed: (
-            timed.is_far_from(pixels), timed.kind != kind, abs(math.log(pixels / timed.pixels)),
-        ))
+    def estimate(self, kind: str, pixels: int) -> float:
+        """Seconds that some work will take, in proportion to its pixels. They are computed from the last measurement of
+        this kind of work; if there is none, from those of other kinds and WEIGHTS. If nothing was measured, only the
+        ratio of two estimates is right.
 
-    def ratio_of(self, kind: str, pixels: int) -> float:
-        """Seconds that some work takes for one latent; if nothing was measured, a number that is only in proportion to
-        other results of this method. kind, pixels: as for note()."""
-        timed = self.best_for(kind, pixels) or Timed(MEASURING, pixels, float(pixels))
-        return timed.seconds_for(kind, pixels)
+        kind: a key of WEIGHTS. pixels: of the image, times the number of latents.
+        """
+        known = self._measured.get(kind)
+        if known is not None:
+            return known * pixels
+        units = [seconds / WEIGHTS[one] for one, seconds in self._measured.items()]
+        return WEIGHTS[kind] * pixels * (sum(units) / len(units) if units else 1.0)
 
 
 def check_tokens(tokens: int) -> None:
@@ -169,18 +172,18 @@ def with_prewarm(row: ResolutionRow, job: SizeJob | None) -> ResolutionRow:
     return replace(row, prewarm_s=job.seconds, saved_s=None if steps is None else max(0.0, job.of_calls - steps))
 
 
-def timed_steps(rows: Iterable[ResolutionRow], model: str | None) -> list[Timed]:
-    """The usual UNet calls of a model at each size, as measurements, from its rows that have a step time. The row's
-    calls are assumed to have two latents, for prompt and negative prompt.
+def timed_steps(rows: Iterable[ResolutionRow], model: str | None) -> list[TimedStep]:
+    """The usual UNet calls of a model at each size, from its rows that have a step time. The row's calls are assumed to
+    have two latents, for prompt and negative prompt.
 
     model: None if unknown: then the rows of every model count.
     """
-    timed = []
+    steps = []
     for row in rows:
         if is_made_ready(row, model) and row.step_ms is not None:
             size = parse_size(row.resolution)
-            timed.append(Timed(MEASURING, size.width * size.height, row.step_ms / 1e3 / 2))
-    return timed
+            steps.append(TimedStep(size.width * size.height, row.step_ms / 1e3 / 2))
+    return steps
 
 
 def is_made_ready(row: ResolutionRow, model: str | None) -> bool:
@@ -235,25 +238,19 @@ class WarmUp:
         return job
 
     def estimates(self, sizes: Iterable[Size]) -> dict[Size, Estimate]:
-        """How long pre-warming each size for a context of TOKENS takes, estimated from the measurements of this process
-        and the step times in the table; {} if there are none yet."""
+        """How long pre-warming each size for a context of TOKENS takes, estimated from WEIGHTS and the step time in the
+        table whose size is nearest; {} if the table has none for the loaded model."""
         steps = timed_steps(self._runtime.rows(), self.model)
+        if not steps:
+            return {}
+        of_a_shape = sum(WEIGHTS[kind] for kind in WORK_OF_A_SHAPE)
         found = {}
         for size in sizes:
             pixels = size.width * size.height
-            nearest = sorted(steps, key=lambda timed: abs(math.log(pixels / timed.pixels)))[:1]
-            work = [(DECODING, size.batch)]
-            for batch, _ in self._webui.call_shapes(size.batch, TOKENS):
-                work += [(kind, batch) for kind in WORK_OF_A_SHAPE]
-            seconds = 0.0
-            is_least = False
-            for kind, latents in work:
-                timed = self._times.best_for(kind, pixels, nearest)
-                if timed is None:
-                    return {}
-                seconds += latents * timed.seconds_for(kind, pixels)
-                is_least = is_least or timed.is_far_from(pixels)
-            found[size] = Estimate(seconds, is_least)
+            nearest = min(steps, key=lambda step: step.distance_to(pixels))
+            latents = sum(batch for batch, _ in self._webui.call_shapes(size.batch, TOKENS))
+            calls = of_a_shape * latents + WEIGHTS[DECODING] * size.batch
+            found[size] = Estimate(calls * nearest.seconds_at(pixels), nearest.is_far_from(pixels))
         return found
 
     def jobs(self) -> list[SizeJob]:
@@ -312,8 +309,8 @@ class WarmUp:
         left = 0.0
         for number in range(job.done, job.total):
             batch, _ = job.shapes[number // CALLS_PER_SHAPE]
-            left += batch * self._times.ratio_of(WORK_OF_A_SHAPE[number % CALLS_PER_SHAPE], pixels)
-        left += job.size.batch * self._times.ratio_of(DECODING, pixels)
+            left += self._times.estimate(WORK_OF_A_SHAPE[number % CALLS_PER_SHAPE], batch * pixels)
+        left += self._times.estimate(DECODING, job.size.batch * pixels)
         return job.seconds / (job.seconds + left)
 
     def _run(self, job: SizeJob) -> str:
@@ -351,7 +348,7 @@ class WarmUp:
             log.debug("no decode of %s was warmed up: %s", size, warmed.reason, exc_info=warmed.fault)
         took = time.perf_counter() - began
         job.seconds += took
-        self._times.note(DECODING, size.width * size.height, size.batch, took)
+        self._times.note(DECODING, size.batch * size.width * size.height, took)
         return ""
 
     def _warm_decode(self, size: Size) -> None:
@@ -386,8 +383,7 @@ class WarmUp:
         took = time.perf_counter() - began
         is_ready = made.route == GRAPH
         left = CALLS_PER_SHAPE - number
-        pixels = job.size.width * job.size.height
-        self._times.note(WORK_OF_A_SHAPE[number], pixels, job.shapes[shape][0], took)
+        self._times.note(WORK_OF_A_SHAPE[number], job.shapes[shape][0] * job.size.width * job.size.height, took)
         self._queue.advance(
             job, done=job.done + (left if is_ready else 1), made=job.made + 1, seconds=job.seconds + took,
             of_calls=job.of_calls + took,

@@ -6,17 +6,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from panel_builders import ROW
+from panel_builders import ROW, SHAPE
 
 from lib_onediff.core.jobs import JobQueue
 from lib_onediff.core.sizes import Size
-from lib_onediff.prewarm.worker import CHECKING, DECODING, GROWTH, MEASURING, WEIGHTS, WarmUp, WorkTimes
+from lib_onediff.prewarm.worker import DECODING, GROWTH, WEIGHTS, WarmUp
+from lib_onediff.runtime.rows import ResolutionRow
 from lib_onediff.ui.amounts import duration, minutes_or_hours
 
 
 def warm_up_after(*images: tuple[str, float]) -> WarmUp:
     """A WarmUp after images of SD1: their resolution, and the milliseconds of a step with two latents."""
-    rows = [replace(ROW, resolution=resolution, step_ms=step) for resolution, step in images]
+    return warm_up_of([replace(ROW, resolution=resolution, step_ms=step) for resolution, step in images])
+
+
+def warm_up_of(rows: list[ResolutionRow]) -> WarmUp:
+    """A WarmUp of SD1 whose table has these rows."""
     webui: Any = SimpleNamespace(model_name=lambda: "SD1", call_shapes=lambda images, tokens: ((2 * images, tokens),))
     runtime: Any = SimpleNamespace(rows=lambda: rows)
     return WarmUp(webui, runtime, JobQueue())
@@ -48,16 +53,10 @@ def test_without_a_measurement_nothing_is_estimated() -> None:
     assert warm_up_after().estimates([Size(512, 512)]) == {}
 
 
-def test_a_measurement_near_a_size_comes_before_one_of_the_same_kind_of_work() -> None:
-    times = WorkTimes()
-    assert times.best_for(CHECKING, 4096) is None and times.ratio_of(CHECKING, 4096) == 4096 * WEIGHTS[CHECKING]
-    times.note(CHECKING, 4096, 2, 3.0)
-    assert times.best_for(CHECKING, 8 * 4096) == (CHECKING, 4096, 1.5)
-    times.note(MEASURING, 4 * 4096, 1, 9.0)
-    for pixels, kind in ((4 * 4096, CHECKING), (5 * 4096, MEASURING)):
-        timed = times.best_for(CHECKING, pixels)
-        assert timed is not None and timed.kind == kind
-    assert times.ratio_of(CHECKING, 5 * 4096) == pytest.approx(9.0 * WEIGHTS[CHECKING] * 1.25 ** (1 + GROWTH))
+def test_rows_of_other_models_and_of_the_vae_say_nothing() -> None:
+    other = replace(ROW, model="SDXL")
+    decode = replace(ROW, shapes=(replace(SHAPE, tokens=0),))
+    assert warm_up_of([other, decode, replace(ROW, step_ms=None)]).estimates([Size(512, 512)]) == {}
 
 
 @pytest.mark.parametrize("took, said", [
