@@ -26,7 +26,7 @@ def picture(pipe: Any, steps: int = 7, **more: Any) -> torch.Tensor:
     return pipe(**{**given, "num_inference_steps": steps, "output_type": "latent", **more})[0]
 
 
-def counted() -> tuple[int, int]:
+def full_and_cached() -> tuple[int, int]:
     now = lib_onediff.status()["deepcache"]
     return now["full"], now["cached"]
 
@@ -46,7 +46,7 @@ def test_arguments_of_the_earlier_onediff_are_accepted(
     interval 3 are 3 full and 4 cached passes."""
     pipe = lib_onediff.compile_pipe(pipeline(NAME, config), ignores=("vae",), cache_interval=3, **arguments)
     picture(pipe)
-    assert counted() == (3, 4) and depths() == {depth}
+    assert full_and_cached() == (3, 4) and depths() == {depth}
 
 
 @pytest.mark.parametrize("wrong", [
@@ -68,10 +68,10 @@ def test_every_image_of_a_pipeline_begins_with_a_whole_step() -> None:
         return tensors
 
     picture(pipe, 8, callback_on_step_end=stop)
-    assert counted() == (1, 1)
+    assert full_and_cached() == (1, 1)
     picture(pipe, 8)
     # Steps 0, 4 and the last one.
-    assert counted() == (1 + 3, 1 + 5)
+    assert full_and_cached() == (1 + 3, 1 + 5)
 
 
 def test_a_new_scheduler_of_the_pipeline_is_used() -> None:
@@ -83,7 +83,7 @@ def test_a_new_scheduler_of_the_pipeline_is_used() -> None:
     pipe.scheduler = LCMScheduler.from_config(pipe.scheduler.config)
     # Its last timestep is far from zero, so the last step is only known from the schedule.
     picture(pipe, 4)
-    assert counted() == (2, 2)
+    assert full_and_cached() == (2, 2)
 
 
 def test_in_a_users_own_loop_deepcache_needs_a_sampling_with_its_timesteps() -> None:
@@ -99,11 +99,11 @@ def test_in_a_users_own_loop_deepcache_needs_a_sampling_with_its_timesteps() -> 
     for _ in range(2):
         with lib_onediff.sampling(unet, times):
             sample()
-    assert counted() == (2 * 4, 2 * 4)
+    assert full_and_cached() == (2 * 4, 2 * 4)
     for unknown, reason in (lib_onediff.sampling(unet), UNKNOWN_TIMES), (contextlib.nullcontext(), UNANNOUNCED):
         with unknown:
             sample()
-        assert counted() == (2 * 4, 2 * 4) and lib_onediff.status()["deepcache"]["reason"].endswith(reason)
+        assert full_and_cached() == (2 * 4, 2 * 4) and lib_onediff.status()["deepcache"]["reason"].endswith(reason)
 
 
 # --- its authors' package ---------------------------------------------------------------------------------------------
@@ -141,4 +141,4 @@ def test_the_latents_are_close_to_those_of_the_authors_package(
     found = ours(pipe, 7, interval, branch)
     assert relative_error(found, expected) < 1e-4
     assert relative_error(expected, exact) > 1e-3
-    assert counted() == {2: (4, 3), 3: (3, 4)}[interval]
+    assert full_and_cached() == {2: (4, 3), 3: (3, 4)}[interval]

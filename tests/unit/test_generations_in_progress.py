@@ -14,7 +14,7 @@ class P:
     """A host's processing object, which may get any attribute."""
 
 
-def on(generations: Generations) -> bool:
+def is_on(generations: Generations) -> bool:
     innermost = generations.innermost
     return innermost is None or innermost.settings.enabled
 
@@ -24,13 +24,13 @@ def test_a_nested_generation_has_its_own_settings_and_ends_with_the_outer_ones()
     outer = P()
     inner = P()
     generations.begin(outer, OFF, "Not today.")
-    assert not on(generations) and generations.innermost.why_off == "Not today."
+    assert not is_on(generations) and generations.innermost.why_off == "Not today."
     generations.begin(inner, ON)
-    assert on(generations)
+    assert is_on(generations)
     generations.end(inner)
-    assert not on(generations)
+    assert not is_on(generations)
     generations.end(outer)
-    assert on(generations) and not outer.__dict__
+    assert is_on(generations) and not outer.__dict__
 
 
 def test_copying_a_running_generation_neither_ends_it_nor_begins_a_second() -> None:
@@ -40,16 +40,16 @@ def test_copying_a_running_generation_neither_ends_it_nor_begins_a_second() -> N
     p = P()
     generations.begin(p, OFF)
     generations.end(copy(p))
-    assert not on(generations)
+    assert not is_on(generations)
     generations.begin(copy(p), OFF)
-    assert not on(generations)
+    assert not is_on(generations)
     other = copy(p)
     generations.end(p)
-    assert on(generations)
+    assert is_on(generations)
     generations.begin(other, OFF)
-    assert not on(generations)
+    assert not is_on(generations)
     generations.end(other)
-    assert on(generations)
+    assert is_on(generations)
 
 
 def test_a_failed_generation_ends_when_the_webui_drops_its_processing_object() -> None:
@@ -60,6 +60,6 @@ def test_a_failed_generation_ends_when_the_webui_drops_its_processing_object() -
     generations.begin(outer, ON)
     generations.begin(inner, OFF)
     del inner
-    assert on(generations)
+    assert is_on(generations)
     del outer
     assert generations.innermost is None

@@ -26,11 +26,13 @@ MIDDLE = (12, 12)
 LARGE = (16, 16)
 
 
-def allow(mebibytes: int) -> None:
+def set_budget(mebibytes: int) -> None:
+    """Set the option Graph memory."""
     runtime.configure(Settings(memory_budget=mebibytes))
 
 
-def held() -> int:
+def bytes_held() -> int:
+    """The memory of all graphs."""
     return runtime.totals().vram
 
 
@@ -50,16 +52,16 @@ def test_a_row_shows_the_memory_that_its_purge_frees(unet: nn.Module, pretended:
     make_ready(unet, LARGE, SMALL, MIDDLE)
     for resolution in ("128x128", "96x96"):
         said = row(resolution).bytes
-        before = held()
+        before = bytes_held()
         rest = set(states()) - {resolution}
         assert runtime.purge([resolution]) >= said > LEAST_GAIN
         assert set(states()) == rest
         for size in {"96x96": (SMALL,), "128x128": (MIDDLE, SMALL)}[resolution]:
             make_ready_again(unet, size)
-        assert abs(before - held() - said) <= 0.1 * said
-    assert row("64x64").bytes == held()
+        assert abs(before - bytes_held() - said) <= 0.1 * said
+    assert row("64x64").bytes == bytes_held()
     assert runtime.purge(["64x64"]) > 0
-    assert held() == 0 and not pretended.devices()
+    assert bytes_held() == 0 and not pretended.devices()
 
 
 def test_graphs_of_many_sizes_stay_within_the_budget(unet: nn.Module, pretended: PretendedGraphs) -> None:
@@ -70,13 +72,13 @@ def test_graphs_of_many_sizes_stay_within_the_budget(unet: nn.Module, pretended:
     runtime.purge()
     pretended.most = 0
     allowed = memory_of(largest) + 2 * MEBIBYTE
-    allow(-(-allowed // MEBIBYTE))
+    set_budget(-(-allowed // MEBIBYTE))
     widths = (8, 10, 12, 14, 15, 16) if WHOLE else (8, 12, 15)
     sizes = [(height, width) for height in range(8, 17, 2) for width in widths]
     random.Random(3).shuffle(sizes)
     for size in sizes:
         make_ready(unet, size)
-        assert held() <= allowed + MEBIBYTE
+        assert bytes_held() <= allowed + MEBIBYTE
     assert pretended.most <= allowed + largest, "never over it by more than one graph"
     assert sum(state == "ready" for state in states().values()) > 3
     for size in sizes[::5]:
@@ -89,7 +91,7 @@ def test_a_pinned_graph_is_not_dropped_for_another_model(unet: nn.Module, preten
     make_ready(unet, SMALL)
     assert runtime.pin("64x64", row("64x64").model, True) and row("64x64").pinned
     assert not runtime.pin("8x8", row("64x64").model, True), "there is no such row"
-    allow(held() // MEBIBYTE + SMALL_THINGS // MEBIBYTE)
+    set_budget(bytes_held() // MEBIBYTE + SMALL_THINGS // MEBIBYTE)
     other = attached()
     for _ in range(4):
         assert error(other, a_call(other)) < CLOSE
@@ -99,7 +101,7 @@ def test_a_pinned_graph_is_not_dropped_for_another_model(unet: nn.Module, preten
 
 def test_a_graph_larger_than_the_budget_is_never_captured(unet: nn.Module, pretended: PretendedGraphs) -> None:
     """The reason names the option with its value."""
-    allow(1)
+    set_budget(1)
     for _ in range(4):
         assert error(unet, a_call(unet)) < CLOSE
         assert served_by() == ("native", "plain")
@@ -117,10 +119,10 @@ def test_when_the_budget_is_full_graphs_of_other_architectures_are_dropped_first
     assert set(states().values()) == {"ready"}, "there is room for both"
     graphs = runtime.services.holdings
     budget = max(graphs.held_by(PoolKey.of(entry(name).key)) for name in ("64x64", "96x96")) + 4 * MEBIBYTE
-    allow(budget // MEBIBYTE)
+    set_budget(budget // MEBIBYTE)
     make_ready(unet, (8, 10))
     assert states() == {"80x64": "ready", "64x64": "ready", "96x96": "proved"}
-    assert held() <= budget
+    assert bytes_held() <= budget
     make_ready(other, SMALL)
     assert served_by()[1] == "graph" and row("96x96").state == "proved"
 
@@ -137,15 +139,15 @@ def test_an_unloaded_unet_gives_its_memory_back(unet: nn.Module, pretended: Pret
     other = attached(**SMALL_XL)
     make_ready(unet, SMALL)
     make_ready_elsewhere(other)
-    both = held()
+    both = bytes_held()
     diffusers_host.detach(unet)
     assert states() == {"64x64": "ready"}, "the other has it still"
-    assert held() < both
+    assert bytes_held() < both
     emptied = pretended.card.emptied
     del other
     gc.collect()
     assert runtime.rows()[0].state == "proved" and runtime.rows()[0].bytes == 0
-    assert held() == 0 and not pretended.devices() and pretended.card.emptied > emptied
+    assert bytes_held() == 0 and not pretended.devices() and pretended.card.emptied > emptied
     assert runtime.rows()[0].needs, "what it will need is known"
 
 
@@ -161,21 +163,20 @@ def test_releasing_memory_drops_graphs_but_not_their_checks(unet: nn.Module) -> 
     """"proved" is checked: the next call needs no comparison with the host before its graph is captured."""
     make_ready(unet, LARGE, SMALL)
     before = runtime.services.holdings.shared()
-    assert runtime.release_memory() == before and held() == 0
+    assert runtime.release_memory() == before and bytes_held() == 0
     assert set(states().values()) == {"proved"} and {row.bytes for row in runtime.rows()} == {0}
     make_ready_again(unet)
 
 
 def test_a_lowered_budget_applies_from_the_next_sampling_on(unet: nn.Module, pretended: PretendedGraphs) -> None:
-    """allow() sets it. Graphs over the budget are dropped at the beginning of a sampling, and captured again within
-    it."""
+    """Graphs over the budget are dropped at the beginning of a sampling, and captured again within it."""
     make_ready(unet, LARGE, SMALL, MIDDLE)
-    allow(memory_of(entry("96x96").needs) // MEBIBYTE + 4)
+    set_budget(memory_of(entry("96x96").needs) // MEBIBYTE + 4)
     runtime.begin_sampling(unet)
-    assert set(states().values()) == {"proved"} and held() == 0
+    assert set(states().values()) == {"proved"} and bytes_held() == 0
     make_ready_again(unet, MIDDLE)
     make_ready_again(unet)
-    assert 0 < held() <= runtime.totals().budget
-    allow(1)
+    assert 0 < bytes_held() <= runtime.totals().budget
+    set_budget(1)
     runtime.begin_sampling(unet)
     assert set(states().values()) == {"proved"} and runtime.totals().vram == 0

@@ -200,7 +200,8 @@ def quantized_dense(weight: QuantizedWeight) -> Tensor:
 
 
 def test_the_rule_follows_from_the_weights_rotation_and_origin() -> None:
-    """QuantizedWeight(values, scales, rotation, whether the host's rule applies)."""
+    """given: the weight's rotation, and whether the host's file stores it in this form. A weight that we have quantized
+    has our rule."""
     values, scales = torch.zeros(16, 256, dtype=torch.int8), torch.ones(1, 1)
     rules = {
         rounding.rule_of(QuantizedWeight(values, scales, *given), torch.device("cpu"))

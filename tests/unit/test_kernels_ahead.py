@@ -141,8 +141,8 @@ def test_the_archive_was_built_from_these_sources_and_has_every_launch(
 
 
 def test_matrix_products_use_the_matrix_units_of_each_architecture() -> None:
-    """The PTX of each product and attention kernel has an instruction of the tensor cores; Hopper's (90a) has also
-    wgmma."""
+    """The PTX of each product and attention kernel has an instruction of the tensor cores: mma.sync, or wgmma on Hopper
+    (90a)."""
     units = {"75": ("mma.sync",), "80": ("mma.sync",), "89": ("mma.sync",), "90a": ("wgmma", "mma.sync")}
     for key, variants in archive.manifest().kernels.items():
         if key.startswith(("products", "attention")):

@@ -188,7 +188,7 @@ def test_if_a_backend_does_not_load_the_next_one_serves_and_the_unet_can_be_free
 # --- turns ------------------------------------------------------------------------------------------------------------
 
 
-def convolutions_lie(unet: nn.Module, memory_format: torch.memory_format) -> bool:
+def convolutions_are_stored_in(unet: nn.Module, memory_format: torch.memory_format) -> bool:
     convolutions = [module for module in unet.modules() if isinstance(module, nn.Conv2d) and module.kernel_size[0] > 1]
     return all(module.weight.is_contiguous(memory_format=memory_format) for module in convolutions)
 
@@ -204,7 +204,7 @@ def test_backends_may_take_turns_between_calls(native_operators: StandInOperator
         lib_onediff.compile_unet(unet, backend=backend)
         assert relative_error(served(unet, call), expected) < CLOSE
         assert served_by()[0] == backend
-        assert convolutions_lie(unet, torch.channels_last if backend == NATIVE else torch.contiguous_format)
+        assert convolutions_are_stored_in(unet, torch.channels_last if backend == NATIVE else torch.contiguous_format)
     assert {entry.key.backend for entry in runtime.table.entries()} == {NATIVE, CUDAGRAPH, EAGER}
     lib_onediff.uncompile_unet(unet)
     for name, value in unet.state_dict().items():
@@ -219,10 +219,12 @@ def test_weights_keep_their_layout_if_our_forward_and_the_hosts_alternate(native
     given = call.latent, call.timestep, call.context
     added = {"text_embeds": call.y, "time_ids": torch.empty(len(call.y), 0)}
     ours = {}
+    # An argument that our forward does not take.
     hosts = {"cross_attention_kwargs": {"of_somebody": 1.0}}
     announced = lib_onediff.sampling(unet), (ours, hosts, hosts, ours)
     for sampling, calls in (announced, (contextlib.nullcontext(), (ours, hosts, ours, hosts))):
         with sampling, torch.no_grad():
             for others in calls:
                 unet(*given, added_cond_kwargs=added, **others)
-                assert served_by()[1] == ("host" if others else "plain") and convolutions_lie(unet, torch.channels_last)
+                assert served_by()[1] == ("host" if others else "plain")
+                assert convolutions_are_stored_in(unet, torch.channels_last)

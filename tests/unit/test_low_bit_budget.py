@@ -58,11 +58,13 @@ def compiled(unet: nn.Module, option: str = "int8", budget: float = 0.02) -> Any
 
 
 def found() -> dict[str, Any]:
+    """The measured errors of the only checkpoint, from the status."""
     [errors] = lib_onediff.status()["low_bit"]
     return errors
 
 
-def used() -> set[str]:
+def classes_in_eight_bits() -> set[str]:
+    """The classes of layers that are chosen for 8 bits, from the status."""
     return {one["name"] for one in found()["classes"] if one["is_used"]}
 
 
@@ -92,7 +94,8 @@ def test_a_class_with_outliers_is_left_out_and_the_rest_is_within_the_budget(on_
     errors = {one["name"]: one["error"] for one in found()["classes"]}
     assert list(errors) == list(CLASSES), "each class alone, in the order of a block"
     assert max(errors, key=lambda name: errors[name]) == FEED_FORWARD_OUT and errors[FEED_FORWARD_OUT] > 0.1
-    assert used() == set(CLASSES) - {FEED_FORWARD_OUT} == classes_kept(unet), "what is left out takes no memory"
+    assert classes_in_eight_bits() == set(CLASSES) - {FEED_FORWARD_OUT}
+    assert classes_kept(unet) == classes_in_eight_bits(), "what is left out takes no memory"
     assert {one["kinds"] for one in found()["classes"]} == {"int8"}
     assert 0 < found()["error"] <= found()["budget"] == 0.04
     said = found()["error"]
@@ -111,11 +114,11 @@ def test_the_whole_step_is_within_any_budget_or_exact(on_a_gpu: StandInOperators
         served(unet, call)
         error = relative_error(output, expected)
         assert error <= 1.02 * budget, (budget, found())
-        assert (served_by()[0] == EXACT) == (not used())
+        assert (served_by()[0] == EXACT) == (not classes_in_eight_bits())
         assert budget or "no group of layers" in reason() and "budget of 0 (measured)" in reason()
-        assert bool(used()) == bool(runtime.totals().low_bit)
-        assert len(used()) >= last, "more budget, more layers"
-        last = len(used())
+        assert bool(classes_in_eight_bits()) == bool(runtime.totals().low_bit)
+        assert len(classes_in_eight_bits()) >= last, "more budget, more layers"
+        last = len(classes_in_eight_bits())
     assert last == len(CLASSES)
 
 
@@ -148,7 +151,7 @@ def test_the_second_measurement_can_exclude_more_layers_and_graphs_are_captured_
     for _ in range(3):
         call = half_call(unet)
         served(unet, call)
-    assert served_by() == (EIGHT, "graph") and used() == set(CLASSES)
+    assert served_by() == (EIGHT, "graph") and classes_in_eight_bits() == set(CLASSES)
     real = LowBitRoute._output
     worst = runtime.devices.lossy.low_bit
 
@@ -160,7 +163,7 @@ def test_the_second_measurement_can_exclude_more_layers_and_graphs_are_captured_
     monkeypatch.setattr(LowBitRoute, "_output", output)
     served(unet, half_call(unet, timestep=400.0))
     assert served_by() == (EIGHT, "plain"), "its graph had cross-attention out in eight bits"
-    assert used() == set(CLASSES) - {CROSS_OUT} == classes_kept(unet)
+    assert classes_in_eight_bits() == set(CLASSES) - {CROSS_OUT} == classes_kept(unet)
     served(unet, call)
     output_again = served(unet, call)
     assert served_by() == (EIGHT, "graph")
@@ -186,7 +189,7 @@ def test_a_new_checkpoint_is_measured_and_a_new_lora_is_not(on_a_gpu: StandInOpe
     call = half_call(unet)
     served(unet, call)
     assert len(passes) > 15, "A1111 loads another checkpoint into the same modules"
-    assert FEED_FORWARD_OUT not in used() and found() != first
+    assert FEED_FORWARD_OUT not in classes_in_eight_bits() and found() != first
     assert relative_error(served(unet, call), exact(unet, call)) <= 0.1
     unet.load_state_dict(half_unet().state_dict())
     count = len(passes)

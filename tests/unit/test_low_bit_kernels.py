@@ -217,7 +217,8 @@ def test_every_launch_config_gives_almost_the_same_8_bit_rows(config: tuple[int,
 
 @grid(dtype=[torch.float16, torch.bfloat16, torch.float32], kind=KINDS)
 def test_geglu_and_rows_without_an_operation_are_quantized_within_half_a_step(dtype: torch.dtype, kind: Kind) -> None:
-    """unit: the bound of float8's values, which later products use; int8 has none."""
+    """unit is the number one for float8 rows with a scale each, by which a product may multiply instead of by the
+    scales."""
     hidden = random(2, 5, 2 * 96, dtype=dtype)
     gated = rounding.geglu(hidden, kind)
     assert_rounded(gated, exact_geglu(hidden))

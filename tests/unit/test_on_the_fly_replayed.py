@@ -67,7 +67,7 @@ def unet(monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-def run(unet: Any) -> str:
+def checked_route(unet: Any) -> str:
     """The route of a call, whose output must be the host's."""
     call = a_call(unet)
     with torch.no_grad():
@@ -132,11 +132,11 @@ def test_a_change_of_loras_between_replays_takes_effect_and_keeps_the_graph_wher
     runtime.adopt(unet, Settings(backend=CUDAGRAPH), HostTraits(trusted={__name__}, functions=LayerFunctions()))
     if in_sampling:
         runtime.begin_sampling(unet)
-    assert [run(unet) for _ in range(4)][-1] == "graph", runtime.status()["reason"]
+    assert [checked_route(unet) for _ in range(4)][-1] == "graph", runtime.status()["reason"]
     captured = len(pretended.captured)
     change(unet, patches)
     # Every output is compared with the host's. While the memory is the same, the graph stays.
-    assert [run(unet) for _ in range(3)][-1] == "graph"
+    assert [checked_route(unet) for _ in range(3)][-1] == "graph"
     assert (len(pretended.captured) == captured) == in_place
 
 

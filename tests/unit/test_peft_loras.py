@@ -139,9 +139,9 @@ def addresses(unet: Any) -> dict[str, int]:
     }
 
 
-def is_ours(unet: Any, seed: int = 0, call: UNetCall | None = None, **others: Any) -> Tensor:
-    """Assert that OneDiff serves a call with the host's output, and return it. call: one of the same sampling; None: a
-    call of a new sampling."""
+def checked_output(unet: Any, seed: int = 0, call: UNetCall | None = None, **others: Any) -> Tensor:
+    """The output of a call, after a check that OneDiff served it and that it is close to diffusers' own. call: one of
+    the same sampling; None: a call of a new sampling."""
     call = call or a_call(unet, seed=seed)
     output = served(unet, call, **others)
     assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
@@ -149,7 +149,7 @@ def is_ours(unet: Any, seed: int = 0, call: UNetCall | None = None, **others: An
     return output
 
 
-def is_the_hosts(unet: Any, reason: str, **others: Any) -> None:
+def assert_left_to_the_host(unet: Any, reason: str, **others: Any) -> None:
     """Assert that the host serves a call, for this reason."""
     call = a_call(unet)
     output = served(unet, call, **others)
@@ -164,21 +164,21 @@ def test_every_state_of_loras_is_served_and_moves_no_weights(
     """Each output is compared with diffusers' own, and with that of a UNet without LoRAs. The weights' addresses
     stay."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
-    plain = is_ours(unet)
+    plain = checked_output(unet)
     lay = addresses(unet)
     change(unet)
-    output = is_ours(unet, seed=1)
-    different = relative_error(output, without(unet, seed=1)) > SHOWS
+    output = checked_output(unet, seed=1)
+    different = relative_error(output, output_without_loras(unet, seed=1)) > SHOWS
     assert different is (request.node.callspec.id not in SAME_AS_WITHOUT)
     assert addresses(unet) == lay
     if "merged" in request.node.callspec.id:
         unet.unfuse_lora()
     unet.unload_lora()
-    assert relative_error(is_ours(unet), plain) < CLOSE
+    assert relative_error(checked_output(unet), plain) < CLOSE
     lib_onediff.uncompile_unet(unet)
 
 
-def without(unet: Any, seed: int) -> Tensor:
+def output_without_loras(unet: Any, seed: int) -> Tensor:
     return diffusers_output(diffusers_unet(**SMALL_XL), a_call(unet, seed=seed))
 
 
@@ -186,11 +186,11 @@ def test_changes_of_loras_between_calls_take_effect_at_the_next_call() -> None:
     """Each output is compared with diffusers' own. After the first LoRA, no change moves weights, so that graphs would
     stay valid (epoch.addresses)."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
-    is_ours(unet)
+    checked_output(unet)
     generation = runtime.services.networks.get(unet).bound.epoch.addresses
     call = a_call(unet)
     load(unet, seed=1, rank=3)
-    outputs = [is_ours(unet, call=call)]
+    outputs = [checked_output(unet, call=call)]
     moved = runtime.services.networks.get(unet).bound.epoch.addresses
     assert moved > generation
     steps: list[Callable[[], object]] = [
@@ -203,15 +203,15 @@ def test_changes_of_loras_between_calls_take_effect_at_the_next_call() -> None:
     with torch.no_grad():
         for step in steps:
             step()
-            outputs.append(is_ours(unet, call=call))
+            outputs.append(checked_output(unet, call=call))
             assert runtime.services.networks.get(unet).bound.epoch.addresses == moved
     load(unet, seed=3, rank=5, hotswap=True)
-    outputs.append(is_ours(unet))
+    outputs.append(checked_output(unet))
     add(unet, ["conv1"], name="b")
     unet.set_adapters(["a", "b"])
-    outputs.append(is_ours(unet))
+    outputs.append(checked_output(unet))
     unet.disable_lora()
-    outputs.append(is_ours(unet))
+    outputs.append(checked_output(unet))
     for index, output in enumerate(outputs):
         assert all(relative_error(output, other) > SHOWS for other in outputs[index + 1:])
 
@@ -260,7 +260,7 @@ def test_diffusers_serves_a_lora_that_our_forward_does_not_compute(
     """Also one with a hook or a replaced forward on its layers, and in training."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
     change(unet)
-    is_the_hosts(unet, reason)
+    assert_left_to_the_host(unet, reason)
     unet.unload_lora()
 
 
@@ -286,27 +286,27 @@ def test_diffusers_serves_a_lora_scale_that_our_forward_cannot_apply() -> None:
     """For layers that diffusers does not scale, and for attentions that its own modules compute."""
     given = {"cross_attention_kwargs": {"scale": 0.5}}
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
-    is_the_hosts(unet, "the pipeline's LoRA scale is 0", cross_attention_kwargs={"scale": 0})
-    is_ours(unet, **given)
+    assert_left_to_the_host(unet, "the pipeline's LoRA scale is 0", cross_attention_kwargs={"scale": 0})
+    checked_output(unet, **given)
     add(unet, ["to_q", "time_embedding.linear_1"])
-    is_the_hosts(unet, "the pipeline sets a LoRA scale", **given)
+    assert_left_to_the_host(unet, "the pipeline sets a LoRA scale", **given)
     needs_adapters(unet)
     unet.unload_lora()
     add(unet)
     from diffusers.models.attention_processor import SlicedAttnProcessor
 
     unet.set_attn_processor(SlicedAttnProcessor(2))
-    is_the_hosts(unet, "the pipeline sets a LoRA scale", **given)
-    is_ours(unet)
+    assert_left_to_the_host(unet, "the pipeline sets a LoRA scale", **given)
+    checked_output(unet)
 
 
 def test_diffusers_serves_while_its_projections_are_fused() -> None:
     """fuse_qkv_projections() joins the layers that our forward reads. The reason says how to undo it."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
     unet.fuse_qkv_projections()
-    is_the_hosts(unet, "unfuse_qkv_projections()")
+    assert_left_to_the_host(unet, "unfuse_qkv_projections()")
     unet.unfuse_qkv_projections()
-    is_ours(unet)
+    checked_output(unet)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -316,23 +316,23 @@ def test_diffusers_serves_if_a_half_precision_lora_amplifies_rounding(dtype: tor
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
     add(unet, EVERYTHING)
     in_type(unet, dtype)
-    is_the_hosts(unet, "differs from the model's own forward")
+    assert_left_to_the_host(unet, "differs from the model's own forward")
 
 
 def test_diffusers_serves_loras_of_several_dtypes_and_loras_whose_inputs_are_not_cast() -> None:
     helpers = pytest.importorskip("peft.helpers")
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
     two(unet, [0.05, 0.03])
-    is_ours(unet)
+    checked_output(unet)
     in_type(unet, torch.float16, ".b.")
-    is_the_hosts(unet, "stored in several types")
+    assert_left_to_the_host(unet, "stored in several types")
     in_type(unet, torch.float16)
-    is_ours(unet, seed=1)
+    checked_output(unet, seed=1)
     if not hasattr(helpers, "disable_input_dtype_casting"):
         pytest.skip("this release of peft always casts")
     with helpers.disable_input_dtype_casting(unet), pytest.raises(RuntimeError, match="same dtype"):
         served(unet, a_call(unet))
-    is_ours(unet, seed=2)
+    checked_output(unet, seed=2)
 
 
 def test_diffusers_is_called_for_a_lora_on_the_meta_device() -> None:
@@ -340,7 +340,7 @@ def test_diffusers_is_called_for_a_lora_on_the_meta_device() -> None:
     from peft import LoraConfig
 
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
-    is_ours(unet)
+    checked_output(unet)
     with torch.device("meta"):
         unet.add_adapter(LoraConfig(r=4, target_modules=QUERY_AND_KEY), "a")
     unet.requires_grad_(False)
@@ -350,4 +350,4 @@ def test_diffusers_is_called_for_a_lora_on_the_meta_device() -> None:
             "its weights are not loaded (they are on PyTorch's meta device)"
         )
     unet.unload_lora()
-    is_ours(unet)
+    checked_output(unet)

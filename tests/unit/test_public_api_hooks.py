@@ -30,7 +30,7 @@ def calls_of_ours() -> int:
     return lib_onediff.status()["calls"]["plain"]
 
 
-def answer(unet: Any) -> tuple[float, int]:
+def factor_and_calls(unet: Any) -> tuple[float, int]:
     """(the output's factor to the host's, the number of calls that OneDiff served)"""
     before = calls_of_ours()
     call = a_call(unet)
@@ -46,8 +46,8 @@ def answer(unet: Any) -> tuple[float, int]:
 def test_our_forward_runs_inside_of_a_hook_and_each_can_be_removed_first(
     unet: Any, hook_first: bool, hook_goes_first: bool
 ) -> None:
-    """The hook doubles the output: answer() is (2, 1) with the hook and one call of ours. hook_first: it is set before
-    compiling; hook_goes_first: it is removed before uncompiling."""
+    """The hook doubles the output: factor_and_calls() is (2, 1) with the hook and one call of ours. hook_first: it is
+    set before compiling; hook_goes_first: it is removed before uncompiling."""
     for _ in range(2):
         if hook_first:
             hooks.add_hook_to_module(unet, Doubling())
@@ -56,16 +56,16 @@ def test_our_forward_runs_inside_of_a_hook_and_each_can_be_removed_first(
             hooks.add_hook_to_module(unet, Doubling())
         # Replaces the hook.
         hooks.add_hook_to_module(unet, Doubling())
-        assert answer(unet) == (2.0, 1)
+        assert factor_and_calls(unet) == (2.0, 1)
         if hook_goes_first:
             hooks.remove_hook_from_module(unet)
-            assert answer(unet) == (1.0, 1)
+            assert factor_and_calls(unet) == (1.0, 1)
             lib_onediff.uncompile_unet(unet)
         else:
             lib_onediff.uncompile_unet(unet)
-            assert answer(unet) == (2.0, 0)
+            assert factor_and_calls(unet) == (2.0, 0)
             hooks.remove_hook_from_module(unet)
-        assert answer(unet) == (1.0, 0)
+        assert factor_and_calls(unet) == (1.0, 0)
 
 
 def test_torchs_own_hooks_on_the_unet_run_around_ours(unet: Any) -> None:
@@ -91,13 +91,13 @@ def test_a_unet_whose_forward_other_code_has_replaced_is_refused_and_keeps_it(un
     with pytest.raises(ValueError, match="other code has replaced this UNet's forward"):
         lib_onediff.compile_unet(unet)
     assert unet.forward is louder
-    assert answer(unet)[0] == 3.0
+    assert factor_and_calls(unet)[0] == 3.0
     lib_onediff.uncompile_unet(unet)
     assert unet.forward is louder
     del unet.forward
     lib_onediff.compile_unet(unet)
-    assert answer(unet) == (1.0, 1)
+    assert factor_and_calls(unet) == (1.0, 1)
     # A forward that is set later runs instead of ours, and stays.
     unet.forward = louder
     lib_onediff.uncompile_unet(unet)
-    assert unet.forward is louder and answer(unet) == (3.0, 0)
+    assert unet.forward is louder and factor_and_calls(unet) == (3.0, 0)

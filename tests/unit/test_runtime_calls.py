@@ -23,65 +23,65 @@ from lib_onediff.weights.scan import HostTraits
 
 
 @torch.no_grad()
-def run(own: Runtime, unet: Any, call: UNetCall, traits: HostTraits | None = None) -> int:
+def host_runs(new_runtime: Runtime, unet: Any, call: UNetCall, traits: HostTraits | None = None) -> int:
     """The number of times that the host's forward ran for a call, whose output must be the host's."""
     runs: list[Tensor] = []
     expected = diffusers_output(unet, call)
-    output = own.run(unet, call, lambda: (runs.append(expected), expected)[1], traits)
+    output = new_runtime.run(unet, call, lambda: (runs.append(expected), expected)[1], traits)
     assert relative_error(output, expected) < 1e-5
     return len(runs)
 
 
 @pytest.fixture
-def own() -> Runtime:
-    """A Runtime of the test's own."""
+def new_runtime() -> Runtime:
+    """A Runtime beside that of the process."""
     return Runtime()
 
 
 @pytest.fixture
-def adopted(own: Runtime) -> Any:
+def adopted(new_runtime: Runtime) -> Any:
     unet = diffusers_unet()
-    own.adopt(unet)
+    new_runtime.adopt(unet)
     return unet
 
 
 @pytest.mark.parametrize("other", [{"height": 9}, {"width": 9}, {"batch": 1}, {"tokens": 154}], ids=str)
 def test_only_the_first_call_of_each_shape_is_compared_with_the_host(
-    own: Runtime, adopted: Any, other: dict[str, int]
+    new_runtime: Runtime, adopted: Any, other: dict[str, int]
 ) -> None:
-    """run() returns how often the host's forward ran."""
+    """host_runs() returns how often the host's forward ran."""
     for change in ({}, other):
-        assert run(own, adopted, a_call(adopted, **change)) > 0
+        assert host_runs(new_runtime, adopted, a_call(adopted, **change)) > 0
         for seed in range(2):
-            assert run(own, adopted, a_call(adopted, seed=seed, **change)) == 0
-    assert len(own.table.entries()) == 2
+            assert host_runs(new_runtime, adopted, a_call(adopted, seed=seed, **change)) == 0
+    assert len(new_runtime.table.entries()) == 2
 
 
-def test_a_unet_that_was_never_adopted_or_was_released_is_served_by_the_host(own: Runtime) -> None:
+def test_a_unet_that_was_never_adopted_or_was_released_is_served_by_the_host(new_runtime: Runtime) -> None:
     """After its release, each parameter has memory of its own again."""
     unet = diffusers_unet()
-    assert run(own, unet, a_call(unet)) == 1
-    assert own.status()["reason"] == "OneDiff is not switched on for this UNet"
-    own.adopt(unet)
-    run(own, unet, a_call(unet))
-    assert own.status()["route"] == "plain"
+    assert host_runs(new_runtime, unet, a_call(unet)) == 1
+    assert new_runtime.status()["reason"] == "OneDiff is not switched on for this UNet"
+    new_runtime.adopt(unet)
+    host_runs(new_runtime, unet, a_call(unet))
+    assert new_runtime.status()["route"] == "plain"
     for _ in range(2):
-        own.release(unet)
+        new_runtime.release(unet)
     assert all(parameter.untyped_storage().nbytes() == parameter.nbytes for parameter in unet.parameters())
-    assert run(own, unet, a_call(unet)) == 1 and own.status()["route"] == "host"
+    assert host_runs(new_runtime, unet, a_call(unet)) == 1 and new_runtime.status()["route"] == "host"
 
 
 @pytest.mark.usefixtures("host_timed_often")
-def test_the_status_describes_the_last_call(own: Runtime, adopted: Any) -> None:
+def test_the_status_describes_the_last_call(new_runtime: Runtime, adopted: Any) -> None:
     """Its values before any call, and after four. A ratio needs times of the host and of ours."""
-    status = own.status()
+    status = new_runtime.status()
     assert (status["route"], status["model"], status["resolution"], status["step_ms"]) == (None, None, None, None)
     assert status["reason"] == "no image has been made yet" and set(status["calls"].values()) == {0}
     for number in range(4):
         # Of the first three calls, the first one was checked and not timed.
-        assert own.status()["ratio"] is None, number
-        run(own, adopted, a_call(adopted, height=9, width=11))
-    status = own.status()
+        assert new_runtime.status()["ratio"] is None, number
+        host_runs(new_runtime, adopted, a_call(adopted, height=9, width=11))
+    status = new_runtime.status()
     assert (status["enabled"], status["backend"], status["route"]) == (True, "eager", "plain")
     assert status["model"] == "SD 1.x UNet, small (prompt width 48)" and status["resolution"] == "88x72"
     assert status["reason"] == "CUDA graphs need an NVIDIA or AMD GPU, and this is the CPU"
@@ -89,34 +89,36 @@ def test_the_status_describes_the_last_call(own: Runtime, adopted: Any) -> None:
     assert status["relative_error"] < 1e-5
     assert status["calls"] == {"graph": 0, "plain": 4, "host": 0}
     assert json.dumps(status), "plain values"
-    own.configure(Settings(backend="eager"))
-    run(own, adopted, a_call(adopted))
-    assert own.status()["reason"] == "", "what was chosen by name needs no excuse"
+    new_runtime.configure(Settings(backend="eager"))
+    host_runs(new_runtime, adopted, a_call(adopted))
+    assert new_runtime.status()["reason"] == "", "what was chosen by name needs no excuse"
 
 
-def test_the_first_log_line_names_the_backend_and_the_reason(own: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_log_line_names_the_backend_and_the_reason(
+    new_runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = f"on cpu with torch {torch.__version__}"
     reason = "CUDA graphs need an NVIDIA or AMD GPU, and this is the CPU"
-    assert own.devices.start_line(Settings()) == f"eager is used {here}: {reason}"
-    assert own.devices.start_line(Settings(enabled=False)) == f"switched off in the settings {here}"
+    assert new_runtime.devices.start_line(Settings()) == f"eager is used {here}: {reason}"
+    assert new_runtime.devices.start_line(Settings(enabled=False)) == f"switched off in the settings {here}"
     monkeypatch.setattr(torch, "__version__", "99.0")
-    assert f" torch 99.0 (newer than {NEWEST_TORCH}, the newest tested)" in own.devices.start_line(Settings())
+    assert f" torch 99.0 (newer than {NEWEST_TORCH}, the newest tested)" in new_runtime.devices.start_line(Settings())
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert own.devices.start_line(Settings()).endswith(", and this is the MPS")
+    assert new_runtime.devices.start_line(Settings()).endswith(", and this is the MPS")
 
 
 @pytest.mark.parametrize("how", ["configured", "its own", "for the run"])
-def test_while_onediff_is_off_the_host_serves(own: Runtime, how: str) -> None:
-    """Off in the runtime's settings, for this UNet, or for one image. run() returns how often the host's forward
+def test_while_onediff_is_off_the_host_serves(new_runtime: Runtime, how: str) -> None:
+    """Off in the runtime's settings, for this UNet, or for one image. host_runs() returns how often the host's forward
     ran."""
     unet = diffusers_unet()
     off = Settings(enabled=False)
-    own.adopt(unet, off if how == "its own" else None)
+    new_runtime.adopt(unet, off if how == "its own" else None)
     if how == "configured":
-        own.configure(off)
-    with generating(own, off) if how == "for the run" else contextlib.nullcontext():
-        assert run(own, unet, a_call(unet)) == 1
-    assert (own.status()["route"], own.status()["reason"]) == ("host", "OneDiff is switched off")
+        new_runtime.configure(off)
+    with generating(new_runtime, off) if how == "for the run" else contextlib.nullcontext():
+        assert host_runs(new_runtime, unet, a_call(unet)) == 1
+    assert (new_runtime.status()["route"], new_runtime.status()["reason"]) == ("host", "OneDiff is switched off")
 
 
 # --- faults and misfits -------------------------------------------------------------------------------------------
@@ -128,15 +130,15 @@ def route() -> str:
 
 @pytest.mark.parametrize("at", ["network_and_settings", "adopt"])
 def test_a_fault_in_looking_up_a_unet_leaves_the_call_to_the_host_with_a_reason(
-    own: Runtime, monkeypatch: pytest.MonkeyPatch, at: str
+    new_runtime: Runtime, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     def fails(*arguments: Any, **named: Any) -> None:
         raise KeyError("no such thing")
 
-    monkeypatch.setattr(own, at, fails)
+    monkeypatch.setattr(new_runtime, at, fails)
     unet = diffusers_unet()
-    assert run(own, unet, a_call(unet), HostTraits()) == 1
-    assert "a fault of OneDiff in looking a UNet up" in own.status()["reason"]
+    assert host_runs(new_runtime, unet, a_call(unet), HostTraits()) == 1
+    assert "a fault of OneDiff in looking a UNet up" in new_runtime.status()["reason"]
 
 
 def test_a_call_that_records_gradients_is_computed_by_the_host_and_has_them() -> None:
