@@ -280,6 +280,7 @@ def test_pytest_gets_the_users_arguments_last_and_its_exit_code_is_returned(inst
 
 @pytest.mark.skipif(os.name == "nt", reason="a console's Ctrl-C cannot be sent to one process on Windows")
 def test_ctrl_c_is_handled_by_the_started_program(installed):
+    """install.py leaves Ctrl-C to the demo, whose exit code 5 it returns; it does not end before the demo."""
     checkout, environment = installed
     host = checkout / "lib_onediff" / "demo" / "__main__.py"
     host.write_text(WAIT_FOR_INTERRUPT)

@@ -152,6 +152,7 @@ def test_out_of_memory_in_a_replay_frees_the_graphs_and_the_host_serves(
 def test_kernels_are_loaded_on_another_thread_when_a_unet_is_compiled(
     native_operators: StandInOperators, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """prepare() loads the native backend's kernels. The compiling thread does not wait for it."""
     prepared: list[Any] = []
     monkeypatch.setattr(
         runtime.devices.named(NATIVE), "prepare",

@@ -210,6 +210,7 @@ def test_attention_is_close_to_exact_with_every_launch_config(width: int, config
 
 
 def test_attention_does_not_overflow_with_large_scores() -> None:
+    """Scores of thousands, whose exponentials float16 cannot hold."""
     query, key, value = inputs_of(random_on(DEVICE, torch.float16), (1, 1, 20, 64), (1, 1, 77, 64))
     inputs = 60 * query, 60 * key, value
     assert relative_error(attention(*inputs).double(), exact_attention(*inputs)) < 2e-3

@@ -94,7 +94,7 @@ def ours(network: Any, given: dict[str, Any]) -> Tensor:
 @pytest.mark.parametrize("what", DEFAULTS, ids=str)
 def test_torchs_defaults_of_the_caller_do_not_change_our_output(what: Any, make: Callable[[], Any]) -> None:
     """what: torch's default dtype or device in the caller. For a network that was checked before it was set, and for
-    one that is compiled under it."""
+    one that is compiled while it is set."""
     network, given = make()
     another, _ = make()
     lib_onediff.compile_unet(network)

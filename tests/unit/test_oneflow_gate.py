@@ -143,7 +143,8 @@ def test_the_verdict_is_read_from_the_output_of_the_other_process() -> None:
 
 
 def test_concurrent_threads_share_one_test_of_oneflow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an earlier version, a second thread started another test while the first one's thread was being made."""
+    """In an earlier version, a second thread started another test before the first one's thread was registered.
+    SlowThread makes that interval long."""
     made: list[threading.Thread] = []
 
     class SlowThread(threading.Thread):

@@ -140,8 +140,8 @@ def test_threads_set_switches_one_after_the_other() -> None:
 # --- the switches for each setting ------------------------------------------------------------------------------------
 
 
-def test_full_keeps_the_webuis_switches_and_half_sets_all_faster_ones() -> None:
-    """The option Accumulation. FP16_REDUCTION is the WebUI's in both."""
+def test_accumulation_full_keeps_the_webuis_switches_and_half_sets_the_faster_ones() -> None:
+    """flags_for returns the switches that are set around a call. That of float16 reductions is the WebUI's in both."""
     flags = lambda **values: dict(flags_for(Settings(**values), torch.float32, GPU))  # noqa: E731
     for value in (True, False):
         torch.backends.cuda.matmul.allow_tf32 = value

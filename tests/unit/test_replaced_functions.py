@@ -290,6 +290,8 @@ def test_a_mode_that_every_operator_goes_through_has_a_verdict_of_its_own(
     ids=["inference_mode", "no_grad", "disable"],
 )
 def test_the_origin_of_a_function_decorated_by_torch_is_that_of_the_function(decorate: Any) -> None:
+    """origin() names the module of a function's code, for reasons. torch's decorators and functools.wraps hide it."""
+
     def foreign() -> None:
         pass
 

@@ -42,6 +42,9 @@ def test_one_row_per_model_and_resolution_the_last_used_first() -> None:
 
 
 def test_a_row_has_the_best_state_and_the_latest_reason_of_its_shapes() -> None:
+    """States: "proved" is checked against the host, "ready" has a graph, too. The reason is that of the most recently
+    used shape that has one, even if another shape is ready."""
+
     def row_of(*entries: Entry) -> ResolutionRow:
         (row,) = rows_of(entries)
         return row

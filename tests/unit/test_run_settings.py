@@ -98,6 +98,7 @@ def test_options_of_a_run_are_reported_as_without_effect_while_onediff_is_off_in
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_sets_its_options_and_resets_the_other_options_of_speed_and_quality(name: str) -> None:
+    """Backend and memory are no options of a preset, and stay."""
     before = Settings(
         backend="eager", memory_budget=7, skip_negative_after=50, deepcache_interval=9, vae_precision="bf16",
     )

@@ -189,6 +189,7 @@ def test_inputs_of_wrong_shapes_raise_diffusers_own_exception(misfit: Callable[[
 
 
 def test_two_unets_in_two_threads_have_outputs_close_to_their_own() -> None:
+    """Both have one architecture, and share the table's two entries, but no weights."""
     unets = [lib_onediff.compile_unet(diffusers_unet(seed)) for seed in (1, 2)]
 
     def worst(unet: Any) -> float:

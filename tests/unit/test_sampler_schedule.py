@@ -145,6 +145,7 @@ def test_samplers_that_choose_their_timesteps_while_they_run_are_refused() -> No
     ("sample_euler", ""), ("sample_dpmpp_2m", OTHER_SAMPLER), ("sample_euler_ancestral", OTHER_SAMPLER),
 ])
 def test_only_outputs_of_euler_and_ddim_can_be_extrapolated(name: str, why: str) -> None:
+    """Samplers of higher order, and those that add noise, are another sampler. why_no_forecast: the reason, or ""."""
     assert sampling_of(Generation(BySigmas(named(name, euler)))).why_no_forecast() == why
 
 
