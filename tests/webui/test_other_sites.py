@@ -106,8 +106,8 @@ def test_no_route_answers_another_site(standalone: WebUI, headers: dict[str, str
                  "/sdapi/v1/txt2img", "/onediff/v1/release"):
         answer = requests.post(standalone.url + path, headers=headers, json={}, timeout=60)
         assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers, path
-        answer = answer_to_head(standalone.url, f"POST {path} HTTP/1.1\r\nContent-Length: 600000000")
-        assert answer.startswith(("HTTP/1.1 413", "HTTP/1.1 403")), "a large body is not read"
+        refusal = answer_to_head(standalone.url, f"POST {path} HTTP/1.1\r\nContent-Length: 600000000")
+        assert refusal.startswith(("HTTP/1.1 413", "HTTP/1.1 403")), "a large body is not read"
 
 
 def test_a_link_on_another_sites_page_may_open_the_page_and_nothing_else(standalone: WebUI) -> None:
