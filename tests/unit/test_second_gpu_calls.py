@@ -190,6 +190,7 @@ def test_the_copy_of_the_weights_is_made_once_and_counted() -> None:
 
 
 def test_each_checkpoint_has_its_own_copy_on_the_second_gpu_until_it_is_freed() -> None:
+    """The status counts the bytes of both; once the UNets are gone, none."""
     served = OnTwoGpus.of()
     served.begin()
     served.run(served.call())

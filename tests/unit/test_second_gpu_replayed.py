@@ -143,6 +143,7 @@ def test_no_replay_has_old_weights_or_an_old_prompt(
 def test_switching_the_second_gpu_off_or_on_takes_effect_at_the_next_call(
     traits: HostTraits, rows_without_plan: list[int], on_two_gpus: Callable[..., OnTwoGpus]
 ) -> None:
+    """Its copy of the weights is freed and made again with it."""
     served = on_two_gpus(traits)
     calls = ready(served, traits)
     known = served.runtime.services.networks[served.unet]

@@ -135,6 +135,7 @@ async def test_an_image_is_begun_again_when_its_replica_dies_and_given_up_after_
 
 @in_an_event_loop
 async def test_at_shutdown_waiting_requests_are_answered_and_new_ones_refused() -> None:
+    """end() returns once all are answered; a second call of it returns at once."""
     replicas = Replicas()
     replicas.go.clear()
     queue = Queue(replicas.make, Limits(), lanes=2)

@@ -22,9 +22,9 @@ from lib_onediff.ui.presets import preset_options
 def options_with_reports() -> tuple[Options, list[Settings]]:
     """The options, and a list of the settings after every change that settings_tab has reported."""
     opts = Options()
-    told = []
-    settings_tab.add_options(opts, OptionInfo, lambda: told.append(runtime.settings))
-    return opts, told
+    reported = []
+    settings_tab.add_options(opts, OptionInfo, lambda: reported.append(runtime.settings))
+    return opts, reported
 
 
 def for_the_browser() -> dict[str, Any]:
@@ -153,7 +153,11 @@ def test_the_page_learns_what_is_wrong_with_a_value_before_it_is_applied(name: s
     which stay."""
     key = host_key(name)
     markup = settings_tab.checked_for_the_browser(json.dumps({key: value}))
-    told = json.loads(html.unescape(markup.partition('="')[2].partition('"')[0]))
-    assert told["problems"].keys() == ({key} if says else set()) and says in told["problems"].get(key, "")
-    assert told["in_force"][key] == getattr(runtime.settings, name)
-    assert settings_tab.checked_for_the_browser(None) and settings_tab.checked_for_the_browser("[1]")
+    answer = json.loads(html.unescape(markup.partition('="')[2].partition('"')[0]))
+    assert answer["problems"].keys() == ({key} if says else set()) and says in answer["problems"].get(key, "")
+    assert answer["in_force"][key] == getattr(runtime.settings, name)
+
+
+@pytest.mark.parametrize("request_", [None, "[1]"])
+def test_the_page_gets_an_answer_to_an_unreadable_request(request_: str | None) -> None:
+    assert settings_tab.checked_for_the_browser(request_)

@@ -165,6 +165,7 @@ def test_a_connection_without_a_request_is_closed(port: int) -> None:
 
 
 def test_a_hundred_nonsense_requests_log_only_a_few_lines(port: int) -> None:
+    """The last line says that others are left out."""
     lines: list[str] = []
     logger = logging.getLogger("uvicorn.error")
     few = FewLines()

@@ -95,9 +95,12 @@ def test_an_error_while_an_image_is_made_becomes_a_sentence_and_leaves_nothing_l
         monkeypatch.setattr(p, "sample", lambda error=error: (_ for _ in ()).throw(error))
         with pytest.raises(Refusal, match=said):
             page.make_images(p, ScriptRunner(), [0])
+    assert shared.state.job == "" and not call_queue.queue_lock.locked()
+
+
+def test_numbers_that_are_not_finite_are_refused_with_the_name_of_their_network() -> None:
     with pytest.raises(Refusal, match="VAE produced numbers that are not finite"):
         processing.check_numbers("VAE", torch.tensor([0.0, float("inf")]))
-    assert shared.state.job == "" and not call_queue.queue_lock.locked()
 
 
 # --- infotext -------------------------------------------------------------------------------------------------------

@@ -223,7 +223,8 @@ def same_weights(network: Any, expected: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("build", [tiny_sd15_pipeline, tiny_sdxl_pipeline])
-def test_our_loader_reads_the_same_weights_as_diffusers(build: Any, tmp_path: Path) -> None:
+def test_our_loader_makes_the_same_pipeline_as_diffusers_from_pretrained(build: Any, tmp_path: Path) -> None:
+    """The same classes, weights, buffers, tokens and configurations for each component."""
     import diffusers
 
     build().save_pretrained(tmp_path / "model")

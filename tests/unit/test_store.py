@@ -42,7 +42,7 @@ def test_uses_are_summed_and_later_values_replace_earlier_ones(tmp_path: Path) -
 
 
 def test_only_the_newest_entries_are_kept(tmp_path: Path) -> None:
-    """Of 50 entries too many, the oldest 50 go."""
+    """Of 50 entries too many, the oldest 50 go. A purge then makes the file small again."""
     most = LIMITS[0][-1]
     history = opened(tmp_path)
     for number in range(most + 50):
@@ -56,6 +56,7 @@ def test_only_the_newest_entries_are_kept(tmp_path: Path) -> None:
 
 
 def test_no_use_is_lost_while_four_threads_record_and_another_commits(tmp_path: Path) -> None:
+    """rows() commits what was recorded before it reads."""
     history = opened(tmp_path)
     stop = threading.Event()
 
@@ -176,6 +177,7 @@ def test_processes_that_open_the_store_at_once_share_one_file_and_lose_nothing(
 
 
 def test_a_purge_deletes_the_files_of_older_versions_and_not_those_of_newer_ones(tmp_path: Path) -> None:
+    """The first number in a name is the version. Pins of this version stay."""
     newer = ["onediff-3-1.sqlite3", "onediff-10-2.sqlite3-wal", "onediff-3-1.sqlite3-journal"]
     older = ["onediff-1-9.sqlite3", "onediff-1-9.sqlite3-wal", "onediff-2-0.sqlite3"]
     for name in (*newer, *older, "notes.txt"):

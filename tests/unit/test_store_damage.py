@@ -122,6 +122,7 @@ def test_a_foreign_table_in_the_file_is_left_alone(tmp_path: Path, healthy: Path
 # The last four are seeds at which an earlier version failed.
 @pytest.mark.parametrize("seed", [*range(40), 151, 155, 318, 1431])
 def test_a_store_with_bytes_changed_at_random_opens_and_records(tmp_path: Path, healthy: Path, seed: int) -> None:
+    """Also with journals of random bytes beside it. The next process reads what was recorded, and can purge it."""
     chance = random.Random(seed)
     content = bytearray(healthy.read_bytes())
     for _ in range(chance.choice((1, 20, 500))):

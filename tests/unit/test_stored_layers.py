@@ -107,6 +107,7 @@ def test_a_norm_that_quantizes_for_a_stored_layer_is_as_exact_as_torchs(rotation
 def test_a_stored_layer_added_to_the_residual_is_as_exact_as_torchs(
     rotation: int, lora: bool, gated: bool, bias: bool, norm: bool
 ) -> None:
+    """Twice. gated, norm: a gate and a norm of the update before it is added."""
     layer = stored(OUT, WIDTH, rotation, bias)
     layer = with_lora(layer) if lora else layer
 

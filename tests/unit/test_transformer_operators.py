@@ -221,7 +221,7 @@ def test_heads_normed_and_rotated_are_close_to_float64(
 
 
 @grid(ops=[TORCH, NATIVE], activation=list(Activation), gate_first=[False, True], dtype=[torch.float32, torch.float16])
-def test_gated_and_plain_activations_are_close_to_float64_whichever_half_is_the_gate(
+def test_a_gated_unit_is_close_to_float64_whichever_half_is_the_gate(
     ops: str, activation: Activation, gate_first: bool, dtype: torch.dtype
 ) -> None:
     x = random(BATCH, TOKENS, WIDTH, dtype=dtype)
@@ -233,9 +233,18 @@ def test_gated_and_plain_activations_are_close_to_float64_whichever_half_is_the_
     consumer = LayerWeights(random(WIDTH, 32, dtype=dtype), None)
     output = operators(ops).gated_linear(x, into, GatedUnit(activation, gate_first), consumer)
     assert output.dtype == dtype and relative_error(output, expected) < CLOSE[dtype]
-    alone = operators(ops).activated_linear(x, into, activation, consumer)
-    expected = exact_activation(activation, functional.linear(x.double(), into.weight.double()))
-    assert alone.dtype == dtype and relative_error(alone, expected) < CLOSE[dtype]
+
+
+@grid(ops=[TORCH, NATIVE], activation=list(Activation), dtype=[torch.float32, torch.float16])
+def test_a_linear_layer_with_an_activation_is_close_to_float64(
+    ops: str, activation: Activation, dtype: torch.dtype
+) -> None:
+    x = random(BATCH, TOKENS, WIDTH, dtype=dtype)
+    layer = LayerWeights(random(64, WIDTH, dtype=dtype) / 7, None)
+    consumer = LayerWeights(random(WIDTH, 32, dtype=dtype), None)
+    output = operators(ops).activated_linear(x, layer, activation, consumer)
+    expected = exact_activation(activation, functional.linear(x.double(), layer.weight.double()))
+    assert output.dtype == dtype and relative_error(output, expected) < CLOSE[dtype]
 
 
 def exact_activation(activation: Activation, x: Tensor) -> Tensor:

@@ -131,6 +131,7 @@ def test_after_a_check_inputs_of_any_dtype_and_shape_give_the_hosts_output_or_ex
 def test_beside_a_graph_inputs_of_any_dtype_and_shape_give_the_hosts_output_or_exception(
     pretended: PretendedGraphs
 ) -> None:
+    """The usual call is a graph's before and after them."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL), backend=NATIVE)
     given = {name: one for name, one in arguments_of(unet).items() if name not in RESIDUALS}
     for _ in range(4):

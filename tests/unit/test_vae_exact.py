@@ -128,6 +128,7 @@ def test_diffusers_tiling_and_slicing_call_our_decoder_for_each_tile() -> None:
 
 @pytest.mark.parametrize("name", ["ldm SD", "one layer"])
 def test_vae_weights_edited_in_place_or_replaced_take_effect_at_the_next_decode(name: str) -> None:
+    """In place by load_state_dict; replaced as a parameter and as a whole layer."""
     decoder = half_of(name, "decoder")
     other = half_of(name, "decoder")
     for parameter in other.parameters():

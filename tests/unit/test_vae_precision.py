@@ -123,6 +123,7 @@ def test_later_decodes_of_an_overflowing_vae_begin_in_float32(
 def test_after_an_edit_of_an_overflowing_vae_float16_is_tried_again(
     in_inference_mode: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The verdict that it overflows is of the old weights. types: the dtypes of our decodes, with the repeated ones."""
     with torch.inference_mode(in_inference_mode):
         decoder, latent = overflowing_in_float16()
         host = Host(decoder)
@@ -170,6 +171,7 @@ def test_a_vae_that_does_not_overflow_is_decoded_once_in_float16(monkeypatch: py
 
 
 def test_an_overflowing_vae_without_memory_for_float32_is_decoded_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which has float32's range, and half of its bytes."""
     decoder, latent = overflowing_in_float16()
     run = Decoding.run
     types: list[torch.dtype] = []
@@ -191,6 +193,7 @@ def test_an_overflowing_vae_without_memory_for_float32_is_decoded_in_bfloat16(mo
 def test_a_vae_with_nan_weights_gives_the_hosts_image_and_a_message(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """No dtype helps, so that no verdict on float16 is stored."""
     decoder = diffusers_vae().decoder.half()
     latent = a_latent(decoder)
     with torch.no_grad():

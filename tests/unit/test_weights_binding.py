@@ -92,6 +92,7 @@ def test_binding_never_writes_into_a_storage_that_the_host_may_keep() -> None:
 def test_a_unet_made_or_called_in_inference_mode_is_served_and_restored(
     create_in_inference_mode: bool, call_in_inference_mode: bool
 ) -> None:
+    """torch forbids some edits and views of such parameters outside of inference mode."""
     with torch.inference_mode(create_in_inference_mode):
         unet = diffusers_unet(**SDXL)
     before = values(unet)
@@ -109,6 +110,7 @@ def test_a_unet_made_or_called_in_inference_mode_is_served_and_restored(
 
 
 def test_parameters_made_in_inference_mode_and_moved_outside_of_it_are_served() -> None:
+    """As a host that moves a model, by double() and float()."""
     with torch.inference_mode():
         unet = diffusers_unet(**SDXL)
     call = a_call(unet)

@@ -96,6 +96,7 @@ def test_adding_the_axes_twice_adds_nothing_and_removing_them_restores_the_plot(
 
 
 def test_every_option_of_a_run_has_an_axis_and_each_of_its_choices_sets_it() -> None:
+    """Labels are unique. An option without choices has an axis of its type."""
     options = [option for option in fields(Settings) if option.metadata["per_run"]]
     labels = [axis.label for axis in plot_of().axis_options]
     assert len(options) >= 10 and len(set(labels)) == len(labels)

@@ -87,6 +87,7 @@ def test_onediff_disabled_in_the_settings_has_no_hook_whatever_a_run_asks_for(we
 
 
 def test_status_and_infotext_describe_the_last_image(webui: WebUI, sd15: Models) -> None:
+    """Its size, model, times and route; with OneDiff on, and then off."""
     made = run_on(webui, {"width": 128, "height": 64}).pictures
     status = webui.status()
     assert status["host"] == webui.kind

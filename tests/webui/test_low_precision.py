@@ -46,6 +46,7 @@ def low_bits(request: pytest.FixtureRequest, webui: WebUI, sd15: Models) -> Iter
 
 
 def test_images_with_float8_weights_and_loras_are_the_webuis(webui: WebUI, sd15: Models, low_bits: str) -> None:
+    """Each differs from the one before it, and the last one without a LoRA equals the first to the bit."""
     one, other, locon = (sd15.need(role) for role in ("lora-a", "lora-b", "locon"))
     prompts = [
         PROMPT, with_lora(one, 1), with_lora(one, 0.5), with_lora(other, 1),

@@ -103,6 +103,7 @@ def wait_for_controls(page: Any, **values: str) -> None:
 
 
 def test_the_closed_accordion_shows_its_checkbox_and_the_status(page) -> None:
+    """The checkbox does not open it, and opening it does not switch the checkbox."""
     preset = page.find("#onediff_txt2img_preset")
     box = page.find("#onediff_txt2img_enabled input")
     assert not preset.is_displayed() and box.is_displayed() and box.is_selected()
@@ -120,6 +121,7 @@ def test_the_closed_accordion_shows_its_checkbox_and_the_status(page) -> None:
 
 
 def test_the_accordions_controls_and_text_agree_and_set_the_image(page, webui: WebUI) -> None:
+    """Of this user's run only. A misspelled option is corrected when the field is left."""
     open_advanced(page, TAB)
     page.wait_for_text("onediff_txt2img_told", "This run: ", 20)
     move(page, "deepcache_interval", 3)
@@ -189,6 +191,8 @@ def seen_settings(page) -> dict[str, bool]:
 
 
 def test_the_settings_show_groups_speeds_and_changes_and_refuse_a_wrong_value(page, webui: WebUI) -> None:
+    """Rows without effect are hidden; a speed shows them and marks what differs from the defaults; one button takes a
+    mark's change back, another all."""
     with webui.options(onediff_vae_precision="fp32"):
         page.refresh()
         show_settings(page)

@@ -62,6 +62,7 @@ def reload_ui(browser, webui: WebUI) -> None:
 def test_five_reloads_of_the_ui_leave_one_hook_one_accordion_and_the_same_images(
     webui: WebUI, sd15: Models, browser
 ) -> None:
+    """A hook too many would count the calls of an image twice."""
     need(webui, "UI reload")
     off = run_off(webui, {})
     on = run_on(webui, {})

@@ -127,6 +127,7 @@ def end(host: HostProcess, number: int, folder: Path) -> None:
 def test_a_signal_ends_the_demo_in_the_middle_of_images_streams_and_waiting_requests(
     browser: Any, host: HostProcess, tmp_path: Path
 ) -> None:
+    """See end(): with exit code 0, no error in the output and no temporary files."""
     url = host.url()
     browser.open(url)
     for name, value in {"steps": 150, "batch_count": 100}.items():
