@@ -8,8 +8,8 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cached_property
-from itertools import chain, compress
+from functools import cached_property, partial
+from itertools import chain, compress, repeat
 from typing import Any
 
 from torch import Tensor, nn
@@ -55,17 +55,20 @@ class ModuleStates:
         ])
         self._count = len(modules)
         self._sizes = list(map(len, states))
-        # `every`: the modules, then the children of these that are not among them. Noted are the indices of the modules
-        # with children, and the index of each child in `every`; None as a child has the last index.
-        children = members_of(of_children, states)
+        # `every`: the modules, then the children of these that are not among them. Noted are the number of children of
+        # each module, and the index of each child in `every`; None as a child has the last index.
+        dictionaries = list(map(of_children, states))
+        children = members_of(dictionaries)
         known = set(map(id, modules))
         others = {id(child): child for child in children if child is not None and id(child) not in known}
         every = [*modules, *others.values()]
         self._modules = list(map(weakref.ref, every))
         indices = {id(one): index for index, one in enumerate((*every, None))}
-        self._parents = indices_with(of_children, states)
-        self._children = [indices[id(child)] for child in children]
+        self._child_counts = list(map(len, dictionaries))
+        # Returns the children from [*every, None].
+        self._pick_children = picker([indices[id(child)] for child in children])
         self._hooked = [indices_with(hooks, states) for hooks in of_hooks]
+        self._has_hooks = any(self._hooked)
         self._hooks: list[tuple[int, str, Any]] = []
         for index, state in enumerate(states):
             for name in HOOKS:
@@ -80,7 +83,7 @@ class ModuleStates:
         """Whether the modules compute the same as when this was made; False also if one was freed. root: the first of
         them, which the caller has. Takes a millisecond for all of SDXL's UNet."""
         every: list[Any] = [reference() for reference in self._modules]
-        if every[0] is not root or None in every:
+        if every[0] is not root:
             return False
         try:
             return self._are_unchanged(every)
@@ -88,23 +91,31 @@ class ModuleStates:
             return False
 
     def _are_unchanged(self, every: list[Any]) -> bool:
-        """are_unchanged() for modules that are all alive. every: the modules that this was made of, then the children
-        of these that are not among them. Raises KeyError if an attribute is gone."""
+        """are_unchanged() with the modules. every: the modules that this was made of, then the children of these that
+        are not among them; None for one that was freed. Raises KeyError if an attribute is gone."""
         modules = every[:self._count]
+        # A freed module has the class of None.
+        if list(map(type, modules)) != self.classes or has_none(every[self._count:]):
+            return False
         states: list[State] = list(map(state_of, modules))
-        children = members_of(of_children, states)
-        known_children = map([*every, None].__getitem__, self._children)
+        dictionaries = list(map(of_children, states))
+        if list(map(len, dictionaries)) != self._child_counts:
+            return False
         return (
-            list(map(type, modules)) == self.classes
-            and indices_with(of_children, states) == self._parents
-            and len(children) == len(self._children)
-            and all(map(operator.is_, children, known_children))
+            all(map(operator.is_, members_of(dictionaries), self._pick_children([*every, None])))
             and list(map(len, states)) == self._sizes
-            and [indices_with(hooks, states) for hooks in of_hooks] == self._hooked
+            and self._have_same_hooks(states)
             and all(snapshot(states[index][name]) == known for index, name, known in self._hooks)
             and self.attributes.are_unchanged(states)
             and all(same(states[index][PROCESSOR]) == known for index, known in self.foreign.items())
         )
+
+    def _have_same_hooks(self, states: Sequence[State]) -> bool:
+        """Whether the same modules have hooks. Which hooks, is compared separately. states: the modules'."""
+        if self._has_hooks:
+            return [indices_with(hooks, states) for hooks in of_hooks] == self._hooked
+        of_forward, of_pre_forward = of_hooks
+        return not any(map(of_forward, states)) and not any(map(of_pre_forward, states))
 
 
 class Tree:
@@ -261,8 +272,22 @@ def indices_with(part_of: Callable[[State], Any], states: Sequence[State]) -> li
     return list(compress(range(len(states)), map(part_of, states)))
 
 
-def members_of(part_of: Callable[[State], State], states: Iterable[State]) -> list[Any]:
-    """The values in a part of each state, in one list. part_of: returns that part of a state, a dictionary such as its
-    "_parameters"."""
-    parts = filter(None, map(part_of, states))
-    return list(chain.from_iterable(map(dict.values, parts)))
+def has_none(members: Sequence[Any]) -> bool:
+    """Whether one of these is None. `None in members` compares with == too, which is slower."""
+    return not all(map(operator.is_not, members, repeat(None)))
+
+
+def members_of(dictionaries: Iterable[State]) -> list[Any]:
+    """The values of all of these dictionaries, in one list."""
+    return list(chain.from_iterable(map(dict.values, filter(None, dictionaries))))
+
+
+def picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """A function that returns the members of a list at these indices, as a sequence."""
+    # An itemgetter of one index returns the member itself.
+    return operator.itemgetter(*indices) if len(indices) > 1 else partial(members_at, indices)
+
+
+def members_at(indices: Sequence[int], members: Sequence[Any]) -> list[Any]:
+    """The members of a list at these indices."""
+    return [members[index] for index in indices]

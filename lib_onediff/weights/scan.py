@@ -29,8 +29,8 @@ from ..core.origins import (
     package,
 )
 from ..core.refusal import Refusal
-from .baseline import layout_of
 from .code import NOT_READ, Code, Named, names_in
+from .layouts import shape_and_dtype
 from .module_tree import FORWARDS
 from .reached import Reached
 from .stored import StoredReader
@@ -115,7 +115,7 @@ class Parts:
         contains addresses, layouts and counts of edits, not the numbers. Valid as long as the objects and tensors are
         alive, because an id may be reused later."""
         tensors = self.tensors
-        where = [list(map(look, tensors)) for look in (Tensor.data_ptr, layout_of, Tensor.stride)]
+        where = [list(map(look, tensors)) for look in (Tensor.data_ptr, shape_and_dtype, Tensor.stride)]
         return [self.indices, self.facts, list(map(id, self.objects)), where, edit_counts(tensors)]
 
 
