@@ -10,16 +10,17 @@ import operator
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ..core.edits import edit_counts, version_of
 from ..core.epoch import Epoch
 from .contents import Contents
 from .layouts import Layouts
-from .module_tree import ModuleStates, Tree, has_none, with_surroundings
+from .module_tree import ModuleStates, Tree, with_surroundings
 from .snapshot import state_of
 from .stored import StoredReader
 
@@ -62,7 +63,8 @@ class Parameters:
         Takes 0.2 ms for SDXL's UNet. Do not keep the list after the call, because it keeps the parameters alive.
         """
         modules: list[Any] = [reference() for reference in self._modules]
-        if has_none(modules):
+        # Quicker than `None in modules`, which also compares with ==.
+        if not all(map(operator.is_not, modules, repeat(None))):
             return None
         if self._reader is None:
             # Without a Python call for each module.
@@ -84,9 +86,11 @@ class Parameters:
             return False
         if self._reader is not None:
             modules: list[Any] = [reference() for reference in self._modules]
-            if has_none(modules) or self._reader.facts(modules) != self._facts:
+            if None in modules or self._reader.facts(modules) != self._facts:
                 return False
-        return self._layouts.are_same(parameters)
+        # Inlined to save a Python call.
+        quick = self._layouts.quick.get(torch.is_inference_mode_enabled())
+        return (quick is not None and quick(*parameters)) or self._layouts.are_same(parameters)
 
     def were_edited(self, parameters: Sequence[Any]) -> bool:
         """Whether torch has counted an edit in place since the last call of this method. Each edit is reported once.

@@ -19,28 +19,30 @@ shape_and_dtype = operator.attrgetter("shape", "dtype")
 
 
 class Layouts:
-    """The shapes, strides and dtypes of some tensors, as they are when this is made. Keeps no tensor alive."""
+    """The shapes, strides and dtypes of some tensors, as they are when this is made. Keeps no tensor alive.
+
+    quick: functions of torch, quick(*tensors): True proves that the tensors have the noted layouts; False proves
+        nothing, because torch also compares its modes (inference mode, autocast), and whether gradients are required.
+        By whether inference mode is on; empty before the first are_same(), and if this torch has no such function.
+    """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._shapes = list(map(shape_and_dtype, tensors))
         self._strides = list(map(Tensor.stride, tensors))
-        # Compares quickly, by whether inference mode is on. torch's comparison includes that, autocast, and whether
-        # gradients are required: if one of these differs, it returns False for the same layouts.
-        self._quick: dict[bool, Callable[..., bool]] = {}
+        self.quick: dict[bool, Callable[..., bool]] = {}
 
     def are_same(self, tensors: Sequence[Any]) -> bool:
-        """Whether these tensors have the noted layouts, one after the other."""
-        mode = torch.is_inference_mode_enabled()
-        quick = self._quick.get(mode)
+        """Whether these tensors have the noted layouts, one after the other. If so, adds a function to `quick` for the
+        present mode, unless it has one."""
         with suppress(RuntimeError, TypeError):
-            if quick is not None and quick(*tensors):
-                return True
-            if list(map(Tensor.stride, tensors)) == self._strides and (
-                list(map(shape_and_dtype, tensors)) == self._shapes
-            ):
-                if quick is None and quick_comparison_is_right():
-                    self._quick[mode] = quick_comparison(tensors)
-                return True
+            if list(map(Tensor.stride, tensors)) != self._strides:
+                return False
+            if list(map(shape_and_dtype, tensors)) != self._shapes:
+                return False
+            mode = torch.is_inference_mode_enabled()
+            if mode not in self.quick and quick_comparison_is_right():
+                self.quick[mode] = quick_comparison(tensors)
+            return True
         return False
 
 

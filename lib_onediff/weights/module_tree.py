@@ -9,7 +9,7 @@ import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property, partial
-from itertools import chain, compress, repeat
+from itertools import chain, compress
 from typing import Any
 
 from torch import Tensor, nn
@@ -95,7 +95,7 @@ class ModuleStates:
         are not among them; None for one that was freed. Raises KeyError if an attribute is gone."""
         modules = every[:self._count]
         # A freed module has the class of None.
-        if list(map(type, modules)) != self.classes or has_none(every[self._count:]):
+        if list(map(type, modules)) != self.classes or None in every[self._count:]:
             return False
         states: list[State] = list(map(state_of, modules))
         dictionaries = list(map(of_children, states))
@@ -270,11 +270,6 @@ def indices_with(part_of: Callable[[State], Any], states: Sequence[State]) -> li
     """The indices of the states in which a part is not empty. part_of: returns that part of a state, a dictionary such
     as its "_modules"."""
     return list(compress(range(len(states)), map(part_of, states)))
-
-
-def has_none(members: Sequence[Any]) -> bool:
-    """Whether one of these is None. `None in members` compares with == too, which is slower."""
-    return not all(map(operator.is_not, members, repeat(None)))
 
 
 def members_of(dictionaries: Iterable[State]) -> list[Any]:

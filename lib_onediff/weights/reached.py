@@ -82,11 +82,22 @@ class Names:
             if plain:
                 indices_of.setdefault(tuple(plain), []).append(index)
         self._plain = [alike_at(spaces, plain_names, indices) for plain_names, indices in indices_of.items()]
+        # Groups of one namespace with several names: (its index, Alike.values, the known values). Most code has these.
+        self._alone: list[tuple[int, Callable[[Namespace], Any], tuple[Any, ...]]] = []
+        self._groups: list[Alike] = []
+        for one in self._plain:
+            if len(one.indices) == 1 and len(one.names) > 1:
+                self._alone.append((one.indices[0], one.values, one.known[0]))
+            else:
+                self._groups.append(one)
 
     def are_unchanged(self, spaces: Sequence[Namespace]) -> bool:
         """Whether the names have the same values as when this was made. spaces: the same namespaces in the same order.
         Raises KeyError if a namespace does not have one of its names any more."""
-        for alike in self._plain:
+        for index, values, known_values in self._alone:
+            if values(spaces[index]) != known_values:
+                return False
+        for alike in self._groups:
             if list(map(alike.values, alike.pick(spaces))) != alike.known:
                 return False
         found = [spaces[index][name] for index, name in self._objects]

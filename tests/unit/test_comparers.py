@@ -161,3 +161,11 @@ def test_a_comparer_keeps_no_module_alive(holds: Callable[[Any], Any]) -> None:
     del module
     gc.collect()
     assert reference() is None and not is_same(holds(nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize("spaces", [[{"a": float("nan")}], [{"a": float("nan"), "b": 1}], [{"a": float("nan")}] * 2])
+def test_a_value_that_differs_from_itself_is_unchanged(spaces: list[dict[str, Any]]) -> None:
+    names = Names(spaces, spaces)
+    assert names.are_unchanged(spaces)
+    spaces[-1]["a"] = 1.0
+    assert not names.are_unchanged(spaces)

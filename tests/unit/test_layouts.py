@@ -49,11 +49,12 @@ def test_every_change_of_a_layout_is_found(
     monkeypatch.setattr(layouts, "quick_comparison_is_right", lambda: quick)
     tensors = weights()
     noted = Layouts(tensors)
-    assert noted.are_same(tensors) and noted.are_same(tensors)
+    assert noted.are_same(tensors) and len(noted.quick) == quick
+    assert all(same(*tensors) for same in noted.quick.values())
     with torch.no_grad():
         change(tensors[0])
-    assert not noted.are_same(tensors)
-    assert not noted.are_same(tensors[1:])
+    assert not noted.are_same(tensors) and not noted.are_same(tensors[1:])
+    assert not any(same(*tensors) for same in noted.quick.values())
 
 
 @pytest.mark.parametrize("mode", [
