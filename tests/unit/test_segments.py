@@ -61,13 +61,13 @@ def test_a_view_of_a_recording_does_not_keep_its_tensor_alive() -> None:
 
 
 def test_functions_between_graphs_get_the_options_of_the_replayed_call() -> None:
-    """And they are called at the same places, as often as in the recorded forward (heard)."""
+    """And they are called at the same places, as often as in the recorded forward (received)."""
     unet = shared_ldm_unet()
-    heard = []
+    received = []
 
     def listening(seed: int) -> UNetCall:
         def hear(tensor: Tensor, extra: Options) -> Tensor:
-            heard.append((seed, extra["step"], extra["block"], extra["block_index"], extra["transformer_index"]))
+            received.append((seed, extra["step"], extra["block"], extra["block_index"], extra["transformer_index"]))
             return tensor * extra["step"]
 
         options: Options = {"step": 1 + seed / 10, PATCHES: {"attn2_output_patch": [hear]}}
@@ -75,11 +75,11 @@ def test_functions_between_graphs_get_the_options_of_the_replayed_call() -> None
 
     with torch.no_grad():
         runner, _ = recorded(unet, listening(0))
-        plain = heard.copy()
-        places = len(heard)
-        heard.clear()
+        plain = received.copy()
+        places = len(received)
+        received.clear()
         output = runner.run(listening(3))
-        assert [(3, 1.3, *place) for _, _, *place in plain] == heard and len(heard) == places > 10
+        assert [(3, 1.3, *place) for _, _, *place in plain] == received and len(received) == places > 10
         assert relative_error(output, our_output(unet, listening(3))) < CLOSE
 
 

@@ -40,18 +40,18 @@ class Replicas:
         self.go = asyncio.Event()
         self.go.set()
 
-    async def make(self, asked: Request) -> bytes | str:
-        assert asked.seed is not None
-        self.made.append(asked.seed)
+    async def make(self, wanted: Request) -> bytes | str:
+        assert wanted.seed is not None
+        self.made.append(wanted.seed)
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         try:
             await self.go.wait()
             await asyncio.sleep(0)
-            if self.ends_at.get(asked.seed, 0):
-                self.ends_at[asked.seed] -= 1
+            if self.ends_at.get(wanted.seed, 0):
+                self.ends_at[wanted.seed] -= 1
                 raise RuntimeError("the replica has ended")
-            return "It failed." if asked.seed in self.fails_at else str(asked.seed).encode()
+            return "It failed." if wanted.seed in self.fails_at else str(wanted.seed).encode()
         finally:
             self.at_once -= 1
 
@@ -64,8 +64,8 @@ async def let_tasks_run() -> None:
 
 async def answers(queue: Queue, requests: list[Request]) -> list[Any]:
     """For each request its image, or the exception that refused it."""
-    asked = await asyncio.gather(*map(queue.answer, requests), return_exceptions=True)
-    return [answer if isinstance(answer, BaseException) else answer[0] for answer in asked]
+    results = await asyncio.gather(*map(queue.answer, requests), return_exceptions=True)
+    return [answer if isinstance(answer, BaseException) else answer[0] for answer in results]
 
 
 @in_an_event_loop
@@ -104,16 +104,16 @@ async def test_a_full_queue_refuses_and_a_client_that_disconnects_makes_room() -
     replicas.go.clear()
     queue = Queue(replicas.make, Limits(waiting=3), lanes=1)
     # The first request is in progress and does not wait any more.
-    asked = [asyncio.create_task(queue.answer(request(seed))) for seed in range(4)]
+    tasks = [asyncio.create_task(queue.answer(request(seed))) for seed in range(4)]
     await let_tasks_run()
     (late,) = await answers(queue, [request(4)])
     assert late.status_code == 429
-    asked[1].cancel()
-    asked[0].cancel()
+    tasks[1].cancel()
+    tasks[0].cancel()
     await let_tasks_run()
-    asked.append(asyncio.create_task(queue.answer(request(5))))
+    tasks.append(asyncio.create_task(queue.answer(request(5))))
     replicas.go.set()
-    assert [(await task)[0] for task in asked[2:]] == [b"2", b"3", b"5"] and 1 not in replicas.made
+    assert [(await task)[0] for task in tasks[2:]] == [b"2", b"3", b"5"] and 1 not in replicas.made
 
 
 # --- replicas that end ------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ async def test_at_shutdown_waiting_requests_are_answered_and_new_ones_refused() 
     replicas = Replicas()
     replicas.go.clear()
     queue = Queue(replicas.make, Limits(), lanes=2)
-    asked = asyncio.create_task(answers(queue, [request(seed) for seed in range(12)]))
+    all_answers = asyncio.create_task(answers(queue, [request(seed) for seed in range(12)]))
     await let_tasks_run()
     ending = asyncio.create_task(queue.end())
     await let_tasks_run()
@@ -147,7 +147,7 @@ async def test_at_shutdown_waiting_requests_are_answered_and_new_ones_refused() 
     assert late.status_code == 503 and not ending.done()
     replicas.go.set()
     await ending
-    assert await asked == [str(seed).encode() for seed in range(12)]
+    assert await all_answers == [str(seed).encode() for seed in range(12)]
     await queue.end()
 
 

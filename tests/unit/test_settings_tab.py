@@ -116,9 +116,9 @@ def test_an_invalid_value_is_logged_with_a_sentence_and_the_old_value_stays(
     opts, _ = options_with_reports()
     opts.set("onediff_prewarm", "64x64")
     before = dict(opts.data)
-    standing = runtime.settings
+    settings_before = runtime.settings
     opts.set(key, value)
-    assert (opts.data, runtime.settings) == (before, standing)
+    assert (opts.data, runtime.settings) == (before, settings_before)
     (record,) = [record for record in caplog.records if record.name == settings_tab.log.name]
     assert part in record.message and record.message.endswith("The setting stays as it was.")
 

@@ -33,10 +33,10 @@ def test_the_status_line_has_every_fact_and_escapes_it() -> None:
 
 def test_the_status_says_why_a_model_is_not_served() -> None:
     """Together with the notes and faults, which are escaped."""
-    told = status.current_status(WebUI("SomeUI 3", "not served yet"))
-    assert told["route"] == "host" and told["reason"] == "not served yet" and not told["served"]
-    assert (told["release"], told["hooks"], told["notes"]) == ("SomeUI 3", 0, [])
-    line = status.status_html({**told, "notes": ["Sage is not used."], "faults": ["a fault <of> ours"]})
+    found = status.current_status(WebUI("SomeUI 3", "not served yet"))
+    assert found["route"] == "host" and found["reason"] == "not served yet" and not found["served"]
+    assert (found["release"], found["hooks"], found["notes"]) == ("SomeUI 3", 0, [])
+    line = status.status_html({**found, "notes": ["Sage is not used."], "faults": ["a fault <of> ours"]})
     assert "not served yet" in line and "Sage is not used." in line and "a fault &lt;of&gt; ours" in line
 
 
@@ -47,16 +47,16 @@ def test_a_model_that_is_not_served_does_not_show_the_last_ones_speed(monkeypatc
     served, refused = (status.current_status(WebUI("UI", why)) for why in ("", "its network is a Flux"))
     for shown in (status.summary_html, status.status_html):
         assert "12.3 ms" in shown(served) and "2.0x faster" in shown(served) and "2.0 s" in shown(served)
-        for gone in ("12.3 ms", "2.0x faster", "2.0 s", "SD1", "64x72", "few steps"):
-            assert gone not in shown(refused)
+        for absent in ("12.3 ms", "2.0x faster", "2.0 s", "SD1", "64x72", "few steps"):
+            assert absent not in shown(refused)
     assert "its network is a Flux" in status.status_html(refused)
 
 
 def test_the_status_says_that_onediff_is_switched_off() -> None:
     """The accordion's checkbox holds for a run and stays ticked, so the status says so."""
     runtime.configure(Settings(enabled=False))
-    told = status.current_status(WebUI("SomeUI 3", ""))
-    assert (told["route"], told["reason"], told["enabled"]) == ("host", f"{OFF_IN_SETTINGS}.", False)
+    found = status.current_status(WebUI("SomeUI 3", ""))
+    assert (found["route"], found["reason"], found["enabled"]) == ("host", f"{OFF_IN_SETTINGS}.", False)
     runtime.configure(Settings())
     assert status.current_status(WebUI("SomeUI 3", "not served yet"))["reason"] == "not served yet"
 

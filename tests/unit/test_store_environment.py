@@ -27,8 +27,8 @@ def record(history: History, name: str) -> None:
 def test_rows_that_a_full_or_read_only_disk_refuses_are_reported_and_written_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    """SQLite's own limits raise the same errors. known: the rows that can be read meanwhile. What a user has asked for
-    (pins, purges) raises NotKept at once."""
+    """SQLite's own limits raise the same errors. readable_rows: those that can be read meanwhile. A user's requests
+    (pins, purges) raise NotKept at once."""
     history = opened(tmp_path / "cache")
     connect = sqlite3.connect
 
@@ -42,14 +42,16 @@ def test_rows_that_a_full_or_read_only_disk_refuses_are_reported_and_written_lat
     assert history.trouble is None and len(history.rows()) == 300
     with monkeypatch.context() as patch:
         patch.setattr(sqlite3, "connect", refusing)
-        for known, asked in ((300, history), (0, opened(tmp_path / "new"))):
-            record(asked, "second")
-            for request in (partial(asked.pin, "SD1", "2x2", True), partial(asked.forget, ["8x8"]), asked.forget):
+        for readable_rows, unwritable in ((300, history), (0, opened(tmp_path / "new"))):
+            record(unwritable, "second")
+            pin = partial(unwritable.pin, "SD1", "2x2", True)
+            for request in (pin, partial(unwritable.forget, ["8x8"]), unwritable.forget):
                 with pytest.raises(NotKept, match="cannot be written to the disk"):
                     request()
-            trouble = asked.trouble or ""
+            trouble = unwritable.trouble or ""
             assert "cannot be written" in trouble and trouble.endswith(".") and "\n" not in trouble
-            assert len(asked.rows()) == known and ("SD1", "2x2") in asked.pins(), "what was there can be read"
+            assert len(unwritable.rows()) == readable_rows, "the rows of before can be read"
+            assert ("SD1", "2x2") in unwritable.pins()
     record(history, "third")
     history.pin("SD1", "3x3", True)
     assert history.trouble is None and len(history.rows()) == 900, "the rows of both times are written"

@@ -94,7 +94,7 @@ AWAY: dict[str, Callable[[str], bool]] = {
 }
 
 
-def is_right(unet: Any, call: Any) -> bool:
+def is_close_to_host(unet: Any, call: Any) -> bool:
     return relative_error(served(unet, call), diffusers_output(unet, call)) < ROUNDING
 
 
@@ -109,7 +109,7 @@ def test_our_output_with_streamed_weights_is_close_to_the_hosts(
     two_memories.is_away = AWAY[which]
     unet = compiled_with(two_memories)
     for size in (8, 8, 8, 12, 12, 12):
-        assert is_right(unet, a_call(unet, size, size))
+        assert is_close_to_host(unet, a_call(unet, size, size))
     assert served_by() == ("native", "graph") and "MiB of its weights" in reason()
     assert two_memories.alone == 0
 
@@ -138,7 +138,7 @@ def test_a_cached_pass_of_deepcache_names_every_weight_that_it_reads(
     assert plain is not None
     call = a_call(unet)
     for _ in range(3):
-        assert is_right(cached, call)
+        assert is_close_to_host(cached, call)
     assert two_memories.alone == 0
 
 
@@ -152,7 +152,7 @@ def test_no_edit_leaves_an_old_weight_in_the_ring(
     call = a_call(unet)
     other = diffusers_unet(seed=5, **SMALL_XL)
     for _ in range(4):
-        assert is_right(unet, call)
+        assert is_close_to_host(unet, call)
     edits: list[Callable[[nn.Parameter, Tensor], object]] = [
         lambda mine, theirs: mine.copy_(theirs),  # in place, as merging a LoRA
         lambda mine, theirs: mine.data.mul_(0.7),  # in a way that torch does not count
@@ -163,14 +163,14 @@ def test_no_edit_leaves_an_old_weight_in_the_ring(
             for mine, theirs in zip(unet.parameters(), other.parameters(), strict=True):
                 edit(mine, theirs)
         for _ in range(3):
-            assert is_right(unet, call)
+            assert is_close_to_host(unet, call)
     for layer, theirs in zip(unet.modules(), copy.deepcopy(other).modules(), strict=True):
         # Replaced, as by another checkpoint in the same modules.
         for name, parameter in theirs._parameters.items():
             layer._parameters[name] = parameter
     two_memories.knows(unet)
     for _ in range(3):
-        assert is_right(unet, call)
+        assert is_close_to_host(unet, call)
     assert two_memories.alone == 0
 
 
@@ -183,7 +183,7 @@ def test_weights_are_copied_only_while_the_webui_keeps_them_in_main_memory(two_m
             # It is in other memory then.
             parameter.data = parameter.data.clone()
         for _ in range(3):
-            assert is_right(unet, call)
+            assert is_close_to_host(unet, call)
         network = runtime.services.networks.get(unet)
         assert network is not None and (network.bound.streaming is None) == (not network.bound.binding.away)
 
@@ -197,12 +197,12 @@ def test_after_a_forward_that_failed_in_the_middle_the_next_one_is_right(
     unet = compiled_with(two_memories)
     call = a_call(unet)
     for _ in range(2):
-        assert is_right(unet, call)
+        assert is_close_to_host(unet, call)
     native_operators.fail_with(RuntimeError("cancelled"))
-    assert is_right(unet, call)
+    assert is_close_to_host(unet, call)
     native_operators.recover()
     for _ in range(4):
-        assert is_right(unet, call)
+        assert is_close_to_host(unet, call)
 
 
 def test_buffers_for_copied_weights_are_not_counted_as_a_graphs_memory(
@@ -226,7 +226,7 @@ def test_buffers_for_copied_weights_are_not_counted_as_a_graphs_memory(
     monkeypatch.setattr(pretended, "peak", real)
     monkeypatch.setattr(graph_cache, "needs_of", lambda peak, one: peaks.append(peak) or peak)
     for _ in range(2):
-        assert is_right(unet, a_call(unet)) and is_right(unet, a_call(unet))
+        assert is_close_to_host(unet, a_call(unet)) and is_close_to_host(unet, a_call(unet))
         for entry in runtime.services.table.entries():
             entry.needs = 0
         runtime.release_memory()
@@ -238,14 +238,14 @@ def test_functions_of_other_extensions_run_with_streamed_weights(two_memories: T
     unet = compiled_with(two_memories)
     call = a_call(unet)
     for _ in range(3):
-        assert is_right(unet, call)
+        assert is_close_to_host(unet, call)
     for block in unet.up_blocks:
         block.s1 = 0.9
         block.s2 = 0.2
         block.b1 = 1.2
         block.b2 = 1.4
     for _ in range(4):
-        assert is_right(unet, call)
+        assert is_close_to_host(unet, call)
     assert served_by() == ("cudagraph", "plain") and "FreeU" in reason()
 
 
@@ -277,11 +277,11 @@ def test_no_chunk_of_the_ring_overwrites_a_chunk_that_is_still_to_be_read() -> N
             assert chunk.waits <= index and (not index or found[index - 1].last_unit < chunk.last_unit)
 
 
-# --- in eight bits ----------------------------------------------------------------------------------------------------
+# --- in eight bits ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def eight(on_a_gpu: StandInOperators, two_memories: TwoMemories) -> Any:
+def eight_bit_unet(on_a_gpu: StandInOperators, two_memories: TwoMemories) -> Any:
     """A UNet in float16 whose host keeps all weights in main memory, and moves them itself."""
     from low_bit_builders import half_unet
 
@@ -291,30 +291,30 @@ def eight(on_a_gpu: StandInOperators, two_memories: TwoMemories) -> Any:
     return unet
 
 
-def is_near(unet: Any, call: Any) -> bool:
+def is_within_8_bit_rounding(unet: Any, call: Any) -> bool:
     error = relative_error(served(unet, call), diffusers_output(unet, call))
     return 1e-4 < error < 0.05
 
 
-def test_weights_kept_in_eight_bits_on_the_gpu_are_not_streamed(eight: Any) -> None:
+def test_weights_kept_in_eight_bits_on_the_gpu_are_not_streamed(eight_bit_unet: Any) -> None:
     """They are made once, and anew after an edit that torch does not count."""
     from low_bit_builders import half_call
 
-    call = half_call(eight)
+    call = half_call(eight_bit_unet)
     for _ in range(4):
-        assert is_near(eight, call)
-    network = runtime.services.networks.get(eight)
+        assert is_within_8_bit_rounding(eight_bit_unet, call)
+    network = runtime.services.networks.get(eight_bit_unet)
     assert network is not None and network.low_bit is not None and network.bound.streaming is not None
     assert lib_onediff.status()["lossy"] == "8-bit only" and served_by()[1] == "graph"
     whole = network.bound.streaming.copied()
     rest = network.bound.streaming.copied(network.low_bit.names())
     assert rest < whole and f"{rest / 2**20:.0f} MiB" in reason() or not rest
     with torch.no_grad():
-        for name, parameter in eight.named_parameters():
+        for name, parameter in eight_bit_unet.named_parameters():
             if "ff.net" in name:
                 parameter.data.mul_(0.5)  # in a way that torch does not count
     for _ in range(3):
-        assert is_near(eight, call)
+        assert is_within_8_bit_rounding(eight_bit_unet, call)
 
 
 def test_the_webui_is_told_of_missing_memory_before_the_next_sampling(
@@ -323,12 +323,12 @@ def test_the_webui_is_told_of_missing_memory_before_the_next_sampling(
     """So that it does not have to move weights off the GPU between two steps again."""
     unet = compiled_with(two_memories)
     card = pretended.card
-    asked = list[int]()
+    room_requests = list[int]()
     network = runtime.services.networks.get(unet)
     assert network is not None
 
     def make_room(unet: Any, size: int) -> int:
-        asked.append(size)
+        room_requests.append(size)
         card.others -= size
         return size
 
@@ -342,20 +342,20 @@ def test_the_webui_is_told_of_missing_memory_before_the_next_sampling(
         card.others = card.free(CPU) - left - lacked
         runtime.begin_sampling(unet)
         for _ in range(4):
-            assert is_right(unet, a_call(unet))
+            assert is_close_to_host(unet, a_call(unet))
         assert served_by() == ("native", "graph")
         return lacked
 
     card.size = 24 << 30
     network.bound.host_traits = replace(network.bound.host_traits, make_room=make_room)
     assert sampling("512x512", 600 << 20) == 0
-    [lacked] = asked
+    [lacked] = room_requests
     assert lacked > 64 << 20
     assert [sampling(size, 600 << 20) for size in ("512x512", "512x512", "768x768")] == [lacked, lacked, 0]
-    assert asked == [lacked] * 2, "once at each size"
+    assert room_requests == [lacked] * 2, "once at each size"
     # Another program has freed memory.
     assert [sampling("512x512", 650 << 20), sampling("512x512", 650 << 20)] == [lacked, lacked - (50 << 20)]
-    assert len(asked) == 2
+    assert len(room_requests) == 2
 
 
 def test_a_streamed_call_that_runs_out_of_memory_lets_the_webui_move_weights(
@@ -367,7 +367,7 @@ def test_a_streamed_call_that_runs_out_of_memory_lets_the_webui_move_weights(
     card = pretended.card
     card.size = 24 << 30
     network = runtime.services.networks.get(unet)
-    asked = list[int]()
+    room_requests = list[int]()
     held = list[int]()
     assert network is not None
 
@@ -377,7 +377,7 @@ def test_a_streamed_call_that_runs_out_of_memory_lets_the_webui_move_weights(
         return torch_ops.gated(tokens, unit, consumer)
 
     def make_room(unet: nn.Module, size: int) -> int:
-        asked.append(size)
+        room_requests.append(size)
         held.append(network.bound.bytes)
         card.others -= size
         two_memories.is_away = lambda name: True
@@ -396,7 +396,7 @@ def test_a_streamed_call_that_runs_out_of_memory_lets_the_webui_move_weights(
         runtime.begin_sampling(unet)
         routes = list[str]()
         for _ in range(5):
-            assert is_right(unet, a_call(unet))
+            assert is_close_to_host(unet, a_call(unet))
             routes.append(served_by()[1])
             assert (reason() == WEIGHTS_MOVED) == (routes[-1] == "host")
         return lacked, routes
@@ -404,9 +404,9 @@ def test_a_streamed_call_that_runs_out_of_memory_lets_the_webui_move_weights(
     native_operators.gated_by = computed
     network.bound.host_traits = replace(network.bound.host_traits, make_room=make_room)
     assert sampling() == (0, ["host", "host", "plain", "plain", "graph"])
-    assert asked == [RING, 2 * RING] and held == [0, 0], "what OneDiff held was freed before"
+    assert room_requests == [RING, 2 * RING] and held == [0, 0], "what OneDiff held was freed before"
     assert sampling() == (3 * RING, ["plain", "graph", "graph", "graph", "graph"])
-    assert len(asked) == 2
+    assert len(room_requests) == 2
 
 
 def test_a_streamed_call_is_left_to_a_webui_that_moves_no_weights(
@@ -416,7 +416,7 @@ def test_a_streamed_call_is_left_to_a_webui_that_moves_no_weights(
     unet = compiled_with(two_memories)
     native_operators.fail_with(torch.cuda.OutOfMemoryError("CUDA out of memory"))
     for why in (OUT_OF_MEMORY, NO_ROOM_YET, NO_ROOM_YET):
-        assert is_right(unet, a_call(unet))
+        assert is_close_to_host(unet, a_call(unet))
         assert served_by()[1] == "host" and reason() == why
     assert native_operators.calls == 1
 
@@ -427,32 +427,37 @@ def test_a_warm_up_that_runs_out_of_memory_moves_no_weights(
     """They would be missing on the GPU in the next image, at another size."""
     unet = compiled_with(two_memories)
     network = runtime.services.networks.get(unet)
-    asked = list[int]()
+    room_requests = list[int]()
     assert network is not None
-    network.bound.host_traits = replace(network.bound.host_traits, make_room=lambda unet, size: asked.append(size) or 1)
+
+    def make_room(unet: Any, size: int) -> int:
+        room_requests.append(size)
+        return 1
+
+    network.bound.host_traits = replace(network.bound.host_traits, make_room=make_room)
     native_operators.fail_with(torch.cuda.OutOfMemoryError("CUDA out of memory"))
     with runtime.warming_up():
-        assert is_right(unet, a_call(unet))
-    assert not asked
+        assert is_close_to_host(unet, a_call(unet))
+    assert not room_requests
     runtime.begin_sampling(unet)
-    assert is_right(unet, a_call(unet)) and reason() == WEIGHTS_MOVED and asked == [RING]
+    assert is_close_to_host(unet, a_call(unet)) and reason() == WEIGHTS_MOVED and room_requests == [RING]
 
 
 @pytest.mark.parametrize("takes", [True, False])
 def test_the_host_moves_weights_off_the_gpu_to_make_room_for_those_in_eight_bits(
-    eight: Any, two_memories: TwoMemories, monkeypatch: pytest.MonkeyPatch, takes: bool
+    eight_bit_unet: Any, two_memories: TwoMemories, monkeypatch: pytest.MonkeyPatch, takes: bool
 ) -> None:
     """takes: whether the host agrees; otherwise the reason is that memory is missing."""
     from low_bit_builders import half_call
 
-    call = half_call(eight)
-    network = runtime.services.networks.get(eight)
-    asked = list[int]()
+    call = half_call(eight_bit_unet)
+    network = runtime.services.networks.get(eight_bit_unet)
+    room_requests = list[int]()
     assert network is not None
     two_memories.is_away = half
 
     def make_room(unet: Any, size: int) -> bool:
-        asked.append(size)
+        room_requests.append(size)
         if takes:
             two_memories.is_away = lambda name: True
             monkeypatch.setattr(runtime.services.holdings.card, "room", lambda device: 1 << 40)
@@ -462,24 +467,25 @@ def test_the_host_moves_weights_off_the_gpu_to_make_room_for_those_in_eight_bits
 
     network.bound.host_traits = replace(network.bound.host_traits, make_room=make_room)
     monkeypatch.setattr(runtime.services.holdings.card, "room", lambda device: RING)  # which is not the host's
-    output = served(eight, call)
-    assert relative_error(output, diffusers_output(eight, call)) < 0.05 and len(asked) == 1 and asked[0] > 0
+    output = served(eight_bit_unet, call)
+    assert relative_error(output, diffusers_output(eight_bit_unet, call)) < 0.05
+    assert len(room_requests) == 1 and room_requests[0] > 0
     for _ in range(2):
-        assert relative_error(served(eight, call), diffusers_output(eight, call)) < 0.05
+        assert relative_error(served(eight_bit_unet, call), diffusers_output(eight_bit_unet, call)) < 0.05
     assert (lib_onediff.status()["lossy"] == "8-bit only") is takes, reason()
     assert takes or "not enough GPU memory for the 8-bit weights" in reason()
 
 
 def test_weights_in_eight_bits_make_room_for_a_graph_and_for_a_decode(
-    eight: Any, pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch
+    eight_bit_unet: Any, pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the host has no more weights to move off the GPU: some go where a graph lacks memory, all before a large
     decode, and they come back when memory is free."""
     from low_bit_builders import half_call
 
-    call = half_call(eight)
+    call = half_call(eight_bit_unet)
     card = pretended.card
-    network = runtime.services.networks.get(eight)
+    network = runtime.services.networks.get(eight_bit_unet)
     used = card.used
     held = lambda: 0 if network is None or network.low_bit is None else network.low_bit.bytes  # noqa: E731
     card.size = 24 << 30
@@ -488,7 +494,7 @@ def test_weights_in_eight_bits_make_room_for_a_graph_and_for_a_decode(
 
     def calls(number: int) -> str:
         for _ in range(number):
-            assert is_near(eight, call)
+            assert is_within_8_bit_rounding(eight_bit_unet, call)
         assert lib_onediff.status()["lossy"] == "8-bit only", reason()
         return served_by()[1]
 
@@ -509,21 +515,21 @@ def test_weights_in_eight_bits_make_room_for_a_graph_and_for_a_decode(
     assert calls(3) == "graph" and held() == all_of_them
 
 
-def test_a_peft_lora_is_part_of_the_weights_in_eight_bits(eight: Any, two_memories: TwoMemories) -> None:
+def test_a_peft_lora_is_part_of_the_weights_in_eight_bits(eight_bit_unet: Any, two_memories: TwoMemories) -> None:
     """At two strengths. Without it, the output equals the one before to the bit."""
     peft = pytest.importorskip("peft")
     from low_bit_builders import half_call
 
-    call = half_call(eight)
+    call = half_call(eight_bit_unet)
     for _ in range(3):
-        before = served(eight, call)
-    eight.add_adapter(peft.LoraConfig(r=4, target_modules=["to_q", "ff.net.2"], init_lora_weights=False))
+        before = served(eight_bit_unet, call)
+    eight_bit_unet.add_adapter(peft.LoraConfig(r=4, target_modules=["to_q", "ff.net.2"], init_lora_weights=False))
     for strength in (1.0, 0.5):
-        eight.set_adapters(["default"], [strength])
+        eight_bit_unet.set_adapters(["default"], [strength])
         for _ in range(3):
-            assert is_near(eight, call)
+            assert is_within_8_bit_rounding(eight_bit_unet, call)
         assert lib_onediff.status()["lossy"] == "8-bit only", reason()
-    eight.unload_lora()
+    eight_bit_unet.unload_lora()
     for _ in range(2):
-        output = served(eight, call)
+        output = served(eight_bit_unet, call)
     assert torch.equal(output, before) and lib_onediff.status()["lossy"] == "8-bit only", reason()

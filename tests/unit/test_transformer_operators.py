@@ -101,14 +101,14 @@ def test_attention_with_a_mask_and_shared_key_heads_is_close_to_float64(
         monkeypatch.setattr(torch_ops, "HAS_GQA", False)
     query = random(BATCH, HEADS, TOKENS, HEAD, dtype=dtype)
     key, value = (random(BATCH, key_heads, 11, HEAD, dtype=dtype, seed=seed) for seed in (1, 2))
-    seen: Any = MASKS[mask]()
-    expected = exact_operators.attention(query, key, value, seen)
+    visible: Any = MASKS[mask]()
+    expected = exact_operators.attention(query, key, value, visible)
     for implementation in (torch_ops.attention, Attention(Launches(TuningCache()))):
-        output = implementation(query, key, value, upcast, seen)
+        output = implementation(query, key, value, upcast, visible)
         assert output.dtype == dtype and output.isfinite().all()
         assert relative_error(output, expected) < CLOSE[dtype]
-        if seen is not None:
-            hidden = ~seen.any(-1).expand(BATCH, HEADS, TOKENS)
+        if visible is not None:
+            hidden = ~visible.any(-1).expand(BATCH, HEADS, TOKENS)
             assert not output[hidden].any(), "a query that sees nothing gives zeros"
 
 
@@ -167,9 +167,9 @@ def test_a_norm_with_modulation_is_close_to_float64(
     weights = None if isinstance(description, AdaptiveNorm) else layer
     consumer = LayerWeights(random(WIDTH, WIDTH, dtype=dtype), None)
     implementation = operators(ops)
-    standing, normed = implementation.residual_norm(residual, weights, description, consumer, modulation)
+    new_residual, normed = implementation.residual_norm(residual, weights, description, consumer, modulation)
     assert normed.dtype == dtype and relative_error(normed, expected) < 3 * CLOSE[dtype]
-    assert relative_error(implementation.materialize(standing), total) < CLOSE[dtype]
+    assert relative_error(implementation.materialize(new_residual), total) < CLOSE[dtype]
 
 
 @pytest.mark.parametrize("ops", [TORCH, NATIVE])
@@ -183,9 +183,9 @@ def test_a_residual_in_float32_is_normed_for_a_layer_in_half_precision(ops: str,
     scale, shift = random(BATCH, 2 * WIDTH).half().chunk(2, dim=-1)
     consumer = LayerWeights(random(WIDTH, WIDTH).half(), None)
     given = Residual(tokens.clone()), weights, description, consumer, Modulation(scale, shift)
-    standing, normed = operators(ops).residual_norm(*given)
+    new_residual, normed = operators(ops).residual_norm(*given)
     expected = exact_norm(description, tokens, layer) * scale.double()[:, None] + shift.double()[:, None]
-    assert standing.tokens.dtype == torch.float32 and normed.dtype == torch.float16
+    assert new_residual.tokens.dtype == torch.float32 and normed.dtype == torch.float16
     assert relative_error(normed, expected) < CLOSE[torch.float16]
 
 

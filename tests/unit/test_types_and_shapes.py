@@ -65,8 +65,8 @@ def others_like(given: Arguments) -> Iterator[tuple[str, Arguments]]:
             yield f"{name} in {dtype}", changed(given, name, lambda one, dtype=dtype: one.to(dtype))
         first = tensor[0] if isinstance(tensor, list) else tensor
         for shape in other_shapes(first):
-            what = None if shape is None else tuple(shape.shape)
-            yield f"{name} of {what}", changed(given, name, lambda one, shape=shape: shape)
+            variant = None if shape is None else tuple(shape.shape)
+            yield f"{name} of {variant}", changed(given, name, lambda one, shape=shape: shape)
     numbers = 417, 417.3, True, numpy.float32(417.3), numpy.float64(417.3), numpy.int64(417), "417", None
     tensors = torch.tensor(417.3), torch.tensor(417), torch.tensor([417.3]), torch.tensor([[1.0], [2.0]])
     for number in (*numbers, *tensors):
@@ -90,7 +90,7 @@ def outcome(forward: Callable[..., Any], given: Arguments) -> Tensor | type[Exce
         return type(error)
 
 
-def agree(ours: Tensor | type[Exception], hosts: Tensor | type[Exception]) -> bool:
+def same_outcome(ours: Tensor | type[Exception], hosts: Tensor | type[Exception]) -> bool:
     if isinstance(ours, Tensor) and isinstance(hosts, Tensor):
         same = ours.dtype == hosts.dtype and ours.shape == hosts.shape
         return same and (torch.equal(ours, hosts) or relative_error(ours, hosts) < CLOSE)
@@ -100,13 +100,13 @@ def agree(ours: Tensor | type[Exception], hosts: Tensor | type[Exception]) -> bo
 def differing(unet: Any, given: Arguments) -> list[str]:
     """Sentences on the variants of this call for which our output or exception differs from the host's."""
     found = []
-    for what, other in others_like(given):
+    for variant, other in others_like(given):
         ours = outcome(unet, other)
         hosts = outcome(lambda **more: type(unet).forward(unet, **more), other)
-        if not agree(ours, hosts):
-            tell = lambda one: tuple(one.shape) if isinstance(one, Tensor) else one  # noqa: E731
+        if not same_outcome(ours, hosts):
+            shape_or_exception = lambda one: tuple(one.shape) if isinstance(one, Tensor) else one  # noqa: E731
             error = relative_error(ours, hosts) if isinstance(ours, Tensor) and isinstance(hosts, Tensor) else ""
-            found.append(f"{what}: {tell(ours)}, not {tell(hosts)} {error}")
+            found.append(f"{variant}: {shape_or_exception(ours)}, not {shape_or_exception(hosts)} {error}")
     return found
 
 

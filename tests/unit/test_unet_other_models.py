@@ -75,8 +75,8 @@ def test_a_model_that_onediff_does_not_support_gives_its_own_output_and_a_messag
     status = lib_onediff.status()
     assert reason in caplog.text
     # A class that OneDiff does not know has no hook that could count its calls.
-    [told] = status["left_alone"] or [status["reason"]]
-    assert reason in told and bool(status["left_alone"]) is (build is not with_image_prompt)
+    [explanation] = status["left_alone"] or [status["reason"]]
+    assert reason in explanation and bool(status["left_alone"]) is (build is not with_image_prompt)
     if build is with_image_prompt:
         assert status["route"] == "host" and reason in status["reason"], status["reason"]
         assert "\n" not in status["reason"]

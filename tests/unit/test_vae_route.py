@@ -38,11 +38,11 @@ def host() -> Host:
 
 def test_only_the_first_decode_at_a_size_runs_the_hosts_too(host: Host) -> None:
     """Of each decoder: the host's output is needed to check ours. After a purge, it is checked again."""
-    asked = []
+    host_decodes = []
     for size in ((4, 4), (4, 4), (5, 7), (5, 7), (4, 4)):
         decode(host, a_latent(host.decoder, *size))
-        asked.append(host.calls)
-    assert asked == [1, 1, 2, 2, 2]
+        host_decodes.append(host.calls)
+    assert host_decodes == [1, 1, 2, 2, 2]
     assert decodes_by_route() == {"ours": 5, "host": 0}
     other = Host(diffusers_vae(1).decoder)
     for _ in range(2):
@@ -211,10 +211,10 @@ def test_an_exception_of_the_hosts_decode_is_raised_and_not_counted_as_our_fault
     host: Host, error: BaseException, ours_fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ours_fails: OneDiff's code around the decode fails too. The host decodes once."""
-    asked: list[int] = []
+    host_decodes: list[int] = []
 
     def fails() -> Tensor:
-        asked.append(1)
+        host_decodes.append(1)
         raise error
 
     if ours_fails:
@@ -222,7 +222,7 @@ def test_an_exception_of_the_hosts_decode_is_raised_and_not_counted_as_our_fault
     latent = a_latent(host.decoder)
     with pytest.raises(type(error)) as raised, torch.no_grad():
         runtime.vae.decode(host.decoder, latent, fails)
-    assert raised.value is error and asked == [1] and runtime.guard.faults == []
+    assert raised.value is error and host_decodes == [1] and runtime.guard.faults == []
     monkeypatch.undo()
     decode(host, latent)
     assert last_decode()[0] == "ours"
@@ -238,13 +238,13 @@ def test_a_fault_in_our_code_around_a_decode_gives_the_hosts_image_and_is_logged
     assert last_decode() == ("host", sentence) and runtime.guard.faults == [sentence]
 
 
-@pytest.mark.parametrize("what", ["_note", "_count"])
+@pytest.mark.parametrize("function", ["_note", "_count"])
 def test_a_fault_while_a_decode_is_counted_loses_no_image(
-    host: Host, what: str, monkeypatch: pytest.MonkeyPatch
+    host: Host, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """what: the function that notes or counts the decode, after the image is made."""
+    """function: the function that notes or counts the decode, after the image is made."""
     latent = a_latent(host.decoder)
     decode(host, latent)
-    monkeypatch.setattr(runtime.vae, what, raises(IndexError("no statistics")))
+    monkeypatch.setattr(runtime.vae, function, raises(IndexError("no statistics")))
     assert torch.allclose(decode(host, latent), host_picture(host.decoder, latent), atol=1e-5) and host.calls == 1
     assert runtime.guard.faults == ["a fault of OneDiff in counting a decode, please report it: no statistics"]

@@ -157,12 +157,12 @@ def test_the_share_done_grows_and_is_1_only_after_the_decode(
     monkeypatch.setattr(webui, "warm_decode", decode, raising=False)
     for number, size in enumerate((Size(64, 80), Size(64, 88))):
         (job,) = queue.add([size], "panel")
-        seen = []
+        shares_seen = []
         while not decoding.is_set():
-            seen += [now.share for now in queue.jobs() if now.id == job.id]
+            shares_seen += [now.share for now in queue.jobs() if now.id == job.id]
             time.sleep(0.001)
         done = finished(queue, job)
-        assert seen == sorted(seen) and all(share < 1 for share in seen)
+        assert shares_seen == sorted(shares_seen) and all(share < 1 for share in shares_seen)
         (before_the_decode,) = shares[number]
         assert before_the_decode < 1
         assert (done.state, done.share) == ("done", 1.0)
@@ -221,12 +221,12 @@ def test_an_image_waits_for_at_most_one_call_of_the_queue_even_with_an_unfair_lo
         time.sleep(0.001)
     passed_by = []
     for _ in range(10):
-        asked = len(webui.calls)
+        calls_before = len(webui.calls)
         with webui.lock:
-            passed_by.append(len(webui.calls) - asked)
-            asked = len(webui.calls)
+            passed_by.append(len(webui.calls) - calls_before)
+            calls_before = len(webui.calls)
         # The worker has its turn between two pictures.
-        until(lambda asked=asked: len(webui.calls) > asked, "the warm-up to go on", pause=0.001)
+        until(lambda calls_before=calls_before: len(webui.calls) > calls_before, "the warm-up to go on", pause=0.001)
     assert any(job.pending for job in queue.jobs()), "the warm-up was over before the pictures"
     queue.stop(SECONDS)
     diffusers_host.detach(unet)

@@ -192,9 +192,9 @@ def test_a_deleted_unet_is_freed_whatever_happened_to_it_before(change: Callable
         gc.enable()
 
 
-def must_be_right(unet: Any, call: Any, what: str) -> None:
+def assert_close_to_host(unet: Any, call: Any, edit: str) -> None:
     apart = error(unet, call)
-    assert apart < 1e-5, f"{what}: {apart:.1e} by {runtime.status()['route']}, {runtime.status()['reason']}"
+    assert apart < 1e-5, f"{edit}: {apart:.1e} by {runtime.status()['route']}, {runtime.status()['reason']}"
 
 
 @pytest.mark.parametrize("seed", range(25 if WHOLE else 1))
@@ -207,14 +207,14 @@ def test_each_of_many_random_edits_takes_effect_at_the_next_call_with_graphs(
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL), backend=NATIVE)
     call = a_call(unet)
     for _ in range(4):
-        must_be_right(unet, call, "unedited")
+        assert_close_to_host(unet, call, "unedited")
     graphs = runtime.status()["calls"]["graph"]
     assert graphs, runtime.status()["reason"]
-    for what in edited(unet, chance, len(EDITS) + 11):
+    for edit in edited(unet, chance, len(EDITS) + 11):
         if chance.random() < 0.5:
             call = replace(call, context=call.context.clone() + 0.1, y=call.y.clone())
         loop = lib_onediff.sampling(unet) if chance.random() < 0.5 else contextlib.nullcontext()
         with loop:
             for _ in range(chance.choice([1, 1, 4])):
-                must_be_right(unet, call, what)
+                assert_close_to_host(unet, call, edit)
     assert runtime.status()["calls"]["graph"] > graphs

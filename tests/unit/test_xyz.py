@@ -47,16 +47,16 @@ def scripts_of(plot: Any) -> list[Any]:
     return [SimpleNamespace(module=plot), SimpleNamespace(module=SimpleNamespace()), SimpleNamespace(module=plot)]
 
 
-def plot_of(standing: Settings = OWN) -> Any:
+def plot_of(run_settings: Settings = OWN) -> Any:
     plot = SimpleNamespace(AxisOption=AxisOption, axis_options=[AxisOption("Seed", int, setattr)])
-    xyz.add_axes(scripts_of(plot), lambda: standing)
+    xyz.add_axes(scripts_of(plot), lambda: run_settings)
     return plot
 
 
-def axis_of(name: str, standing: Settings = OWN) -> AxisOption:
+def axis_of(name: str, run_settings: Settings = OWN) -> AxisOption:
     """The axis of an option, or of presets."""
     label = "Speed" if name == xyz.PRESET else Settings.__dataclass_fields__[name].metadata["label"]
-    (found,) = [axis for axis in plot_of(standing).axis_options if axis.label == f"[OneDiff] {label}"]
+    (found,) = [axis for axis in plot_of(run_settings).axis_options if axis.label == f"[OneDiff] {label}"]
     return found
 
 
@@ -77,8 +77,8 @@ def cell(p: Generation, **written: str) -> Generation:
     return made
 
 
-def settings_with(standing: Settings = OWN, **written: str) -> Settings:
-    return xyz.settings_of_cell(cell(Generation(), **written), standing)
+def settings_with(run_settings: Settings = OWN, **written: str) -> Settings:
+    return xyz.settings_of_cell(cell(Generation(), **written), run_settings)
 
 
 # --- which axes there are ---------------------------------------------------------------------------------------------
@@ -161,30 +161,31 @@ def test_single_options_override_a_preset_whatever_the_order_of_the_axes() -> No
 def test_a_cell_whose_option_has_no_effect_because_onediff_is_off_gets_a_comment() -> None:
     off = replace(OWN, enabled=False)
 
-    def told(**written: str) -> list[str]:
+    def comments(**written: str) -> list[str]:
         p = cell(Generation(), **written)
         xyz.settings_of_cell(p, off)
         return p.comments
 
-    assert told(deepcache_interval="3") == [xyz.OFF_FOR_THIS_RUN]
-    assert told() == told(enabled="off") == told(preset="Off", deepcache_interval="3") == told(preset=FAST) == []
+    assert comments(deepcache_interval="3") == [xyz.OFF_FOR_THIS_RUN]
+    assert comments() == comments(enabled="off") == comments(preset=FAST) == []
+    assert comments(preset="Off", deepcache_interval="3") == []
 
 
 # --- wrong values -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "text", "told"), [
+@pytest.mark.parametrize(("name", "text", "part"), [
     ("backend", "eager, warp", "not 'warp'"), ("low_bit_only", "on, maybe", "is on or off, not 'maybe'"),
     ("deepcache_interval", "1, 0", "from 1"), ("deepcache_interval", " , ", "no values"),
     ("skip_negative_after", "100", "100"), ("low_bit_budget", "nan", "nan"),
     (xyz.PRESET, "Balanced, Best", "no preset 'Best'"),
 ])
-def test_a_wrong_value_on_an_axis_is_refused_with_a_sentence(name: str, text: str, told: str) -> None:
+def test_a_wrong_value_on_an_axis_is_refused_with_a_sentence(name: str, text: str, part: str) -> None:
     axis = axis_of(name)
     with pytest.raises(RuntimeError) as refusal:
         values_on(axis, text)
     said = str(refusal.value)
-    assert told in said and said.startswith(axis.label) and said.endswith(".")
+    assert part in said and said.startswith(axis.label) and said.endswith(".")
 
 
 def test_a_plot_with_our_axes_is_refused_while_onediff_is_switched_off() -> None:

@@ -52,10 +52,10 @@ def test_the_line_that_a_user_shares_has_what_was_measured_and_nothing_personal(
     written = {file.name: file.read_text(encoding="utf-8") for file in tmp_path.iterdir()}
     assert sorted(written) == ["onediff-card.json", "onediff-card.md"]
     card = json.loads(written["onediff-card.json"])
-    told = webui.status()
+    reported = webui.status()
     off, exact, *lossy = card["rows"]
-    assert {name: card[name] for name in told["machine"]} == told["machine"]
-    assert [row["options"] for row in card["rows"]] == ["off", *told["presets"]]
+    assert {name: card[name] for name in reported["machine"]} == reported["machine"]
+    assert [row["options"] for row in card["rows"]] == ["off", *reported["presets"]]
     assert off["served_by"] == "12 host" and "12 plain" in exact["served_by"] and "psnr_db" not in off
 
     def image(*arguments: object) -> numpy.ndarray:
@@ -74,7 +74,7 @@ def test_the_line_that_a_user_shares_has_what_was_measured_and_nothing_personal(
     assert f" 64x64, 12 steps | {off['image_s']:.2f} s | " in line
     assert f"({exact['x_off']:.2f}x, " in line and f" {lossy[0]['psnr_db']:.1f} dB, SSIM {lossy[0]['ssim']:.3f}" in line
     for text in written.values():
-        # The checkpoint is told by its kind alone.
+        # The checkpoint is named by its kind alone.
         for secret in (webui.url, "127.0.0.1", PROMPT, "random-tiny", str(tmp_path), str(Path.home()), str(ROOT)):
             assert secret not in text
 

@@ -45,8 +45,8 @@ def test_a_comparison_of_off_with_current_settings_shows_txt2imgs_images_and_the
     left, right, _ = map(pixels, compare.images())
     assert abs(left - right).max() == int(largest)
     sampler = compare.page.run("return document.querySelector('#txt2img_sampling input').value")
-    asked = {"prompt": "an owl, \"quoted\" & <bold>", "seed": 77, "cfg_scale": 7, "sampler_name": sampler}
-    assert abs(left - webui.txt2img(**asked).arrays[0]).max() <= 1
+    request = {"prompt": "an owl, \"quoted\" & <bold>", "seed": 77, "cfg_scale": 7, "sampler_name": sampler}
+    assert abs(left - webui.txt2img(**request).arrays[0]).max() <= 1
 
 
 def test_a_comparison_names_each_sides_changed_options_and_has_a_row_for_each_seed(compare: Compare) -> None:

@@ -40,14 +40,14 @@ class Plan:
     """
 
     def __init__(self, text: Any) -> None:
-        told = json.loads(text or "{}")
-        self.crops: list[list[int]] = told.get("crops", [])
-        self.nested_scripts: bool = told.get("nested_scripts", False)
-        self.edit_at: int | None = told.get("edit_at")
-        self.weight_of_lora: dict[str, float] = told.get("weight_of_lora", {})
-        self.motion: bool = told.get("motion", False)
-        self.tiled_vae: bool = told.get("tiled_vae", False)
-        self.walked_vae: bool = told.get("walked_vae", False)
+        given = json.loads(text or "{}")
+        self.crops: list[list[int]] = given.get("crops", [])
+        self.nested_scripts: bool = given.get("nested_scripts", False)
+        self.edit_at: int | None = given.get("edit_at")
+        self.weight_of_lora: dict[str, float] = given.get("weight_of_lora", {})
+        self.motion: bool = given.get("motion", False)
+        self.tiled_vae: bool = given.get("tiled_vae", False)
+        self.walked_vae: bool = given.get("walked_vae", False)
 
 
 class MotionModule(nn.Module):
