@@ -260,6 +260,7 @@ def test_a_damaged_or_hostile_model_index_is_ignored(damaged_folder: Path, index
 def test_a_folder_with_a_link_that_leads_out_of_it_is_refused(
     model_folder: Path, damaged_folder: Path, linked: Path, link: Callable[[Path, Path], None]
 ) -> None:
+    """linked: the file or folder that is replaced by a link to another model's."""
     place = damaged_folder / linked
     if place.is_dir():
         shutil.rmtree(place)
@@ -384,6 +385,7 @@ def test_a_pickle_beside_safetensors_weights_is_not_unpickled(damaged_folder: Pa
     "\uff41dapter_config.json",
 ])
 def test_an_adapter_is_refused_under_any_spelling_of_its_file_name(damaged_folder: Path, name: str) -> None:
+    """On file systems where these are one name, transformers would load the model that the adapter names."""
     (damaged_folder / "text_encoder" / name).write_text('{"base_model_name_or_path": "/other"}')
     assert_refused(damaged_folder, "contains an adapter")
 
@@ -519,6 +521,7 @@ def test_a_panic_of_a_library_becomes_one_sentence(damaged_folder: Path, monkeyp
     "tokenizer/vocab.json", "notes.txt", "scheduler/scheduler_config.json",
 ])
 def test_a_pipe_in_a_model_folder_is_not_read(damaged_folder: Path, place: str) -> None:
+    """Opening a pipe would wait for ever for somebody to write into it."""
     (damaged_folder / place).unlink(missing_ok=True)
     os.mkfifo(damaged_folder / place)
     assert_refused(damaged_folder, "neither a file nor a folder")
@@ -527,6 +530,7 @@ def test_a_pipe_in_a_model_folder_is_not_read(damaged_folder: Path, place: str) 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such files")
 @pytest.mark.parametrize("name", ["model.safetensors", "model.ckpt", "model"])
 def test_a_pipe_in_place_of_a_checkpoint_is_not_read(tmp_path: Path, name: str) -> None:
+    """Opening a pipe would wait for ever for somebody to write into it."""
     os.mkfifo(tmp_path / name)
     assert_refused(tmp_path / name, name)
 

@@ -89,6 +89,7 @@ def test_a_folder_that_can_hold_no_store_is_named_in_the_message(
 
 @pytest.mark.skipif(os.name == "nt", reason="a path of POSIX stands for a network share's")
 def test_a_network_share_can_hold_a_store(tmp_path: Path) -> None:
+    """Its URI begins with file:// and the share's host, which SQLite refuses."""
     class Share(type(tmp_path)):  # type: ignore[misc]
         def as_uri(self) -> str:
             return super().as_uri().replace("file:///", "file://")

@@ -120,6 +120,7 @@ def test_out_of_memory_frees_the_graphs_and_what_we_held_before_the_host_decodes
 
 
 def test_settings_of_a_generation_hold_for_its_decode(host: Host) -> None:
+    """With OneDiff off for a generation, the host decodes and the reason is the given one; the next decode is ours."""
     latent = a_latent(host.decoder)
     with generating(runtime, Settings(enabled=False), "Not today."):
         decode(host, latent)
@@ -137,7 +138,7 @@ def test_decodes_of_several_threads_get_their_own_images(host: Host) -> None:
     assert decodes_by_route() == {"ours": 20, "host": 0}
 
 
-def test_onediff_keeps_no_decoder_alive(host: Host) -> None:
+def test_onediff_keeps_no_deleted_decoder_alive(host: Host) -> None:
     decode(host, a_latent(host.decoder))
     gone = weakref.ref(host.decoder)
     host.decoder = None

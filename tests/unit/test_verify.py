@@ -207,7 +207,7 @@ def test_a_host_whose_output_needs_no_check_is_timed_only_in_a_warm_up(
     assert (entry.host.settled_ms is not None) == (is_timed or is_settled)
 
 
-def test_where_the_hosts_output_is_not_finite_ours_is_used_if_it_is() -> None:
+def test_where_the_hosts_output_is_not_finite_ours_is_used_if_it_is_finite() -> None:
     black = lambda: torch.full((8,), float("nan"))  # noqa: E731
     entry = an_entry()
     prove(entry, torch.ones(8), History(), black, None, False)

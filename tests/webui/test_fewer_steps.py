@@ -115,6 +115,7 @@ def test_with_deepcache_depth_0_some_steps_are_extrapolated(
 def test_deepcache_computes_as_many_full_steps_as_scheduled_for_every_kind_of_request(
     webui: WebUI, sd15: Models, request_: dict[str, Any]
 ) -> None:
+    """A host may call the UNet more often than there are steps, or twice a step: see the comment above."""
     need(webui, "AND prompts" if "AND" in request_.get("prompt", "") else "")
     need(webui, "img2img" if "init_images" in request_ else "")
     found = generated(webui, EVERY_THIRD, **request_)

@@ -69,6 +69,7 @@ def answer_to_head(url: str, head: str, body: bytes = b"") -> str:
 
 
 def test_an_uploaded_page_is_downloaded_and_not_shown(standalone: WebUI) -> None:
+    """A page or an SVG image of the demo's address could use it in the name of whoever opens it."""
     page = b"<title>mine</title><script>document.title = 'taken'</script>"
     for name, kind in (("page.html", "text/html"), ("image.svg", "image/svg+xml"), ("page.xhtml", "text/html")):
         sent = requests.post(f"{standalone.url}/gradio_api/upload", files={"files": (name, page, kind)}, timeout=60)
@@ -80,6 +81,8 @@ def test_an_uploaded_page_is_downloaded_and_not_shown(standalone: WebUI) -> None
 
 
 def test_an_address_in_the_place_of_a_file_is_not_fetched(standalone: WebUI, site: Any) -> None:
+    """Otherwise anybody could have the demo's machine fetch addresses of its own network. site: the server that must
+    not be asked."""
     image = {"path": f"{site.url}/secret.png", "meta": {"_type": "gradio.FileData"}}
     body = event_of_page(standalone.url, "txt2img_generate", txt2img_prompt=image)
     with HostProcess.running("--port", "0") as host:

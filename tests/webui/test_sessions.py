@@ -64,6 +64,7 @@ def assert_replayed_and_same(webui: WebUI, request: dict[str, Any], moves: int =
 def test_a_prompt_that_changes_within_a_sampling_is_replayed_with_the_webuis_image(
     webui: WebUI, sd15: Models, prompt: str
 ) -> None:
+    """As the syntax of prompts has it: from a step on, in turn, or of another length."""
     plain = assert_replayed_and_same(webui, {"prompt": "a fox"})
     changed = assert_replayed_and_same(webui, {"prompt": prompt})
     assert_different(plain, changed, "the prompt")

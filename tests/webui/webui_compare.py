@@ -140,6 +140,7 @@ def assert_between_graphs(
 
 
 def assert_same(one: Run, other: Run) -> None:
+    """Assert that two runs have the same images, but for one level of 255 in any pixel."""
     difference = largest_difference(one.pictures, other.pictures)
     assert difference <= LARGEST_DIFFERENCE, f"{difference} of 255 apart"
 
