@@ -57,8 +57,9 @@ class Trial:
         self.slope = 0.0
         self.kind = ""
 
-    def __call__(self, kind: str, total: int, interval: int) -> Schedule:
-        """The schedule with `whole` and `slope`; `interval` is not used. total: the number of steps of the sampling."""
+    def __call__(self, kind: str, total: int, interval: int, depth: int) -> Schedule:
+        """The schedule with `whole` and `slope`; `interval` and `depth` are not used. total: the number of steps of the
+        sampling."""
         self.kind = kind
         return Schedule(tuple(sorted(self.whole)), total, self.slope)
 

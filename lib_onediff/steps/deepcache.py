@@ -180,7 +180,7 @@ class DeepCache:
     title = "DeepCache"
     whole_batch = False
 
-    def __init__(self, schedule_of: Callable[[str, int, int], Schedule] = schedule_for) -> None:
+    def __init__(self, schedule_of: Callable[[str, int, int, int], Schedule] = schedule_for) -> None:
         """schedule_of: returns the whole steps of a sampling, given what schedules.schedule_for takes. Other functions
         than the default are for the search of schedules (bench)."""
         self._schedule_of = schedule_of
@@ -218,7 +218,7 @@ class DeepCache:
             cached.slots[key] = CacheSlot(step_context.cut_memory(key))
         slot = cached.slots[key]
         index = position.step.index
-        schedule = self._schedule_of(kind, position.step.total, interval)
+        schedule = self._schedule_of(kind, position.step.total, interval, depth)
         whole = index in schedule.whole
         # If the sampler adds noise or has a higher order, features do not lie on a line, and the last one is reused.
         slope = 0.0 if step_context.sampling.why_no_forecast() else schedule.slope

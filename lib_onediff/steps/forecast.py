@@ -99,7 +99,7 @@ class Forecast:
         outputs = step_context.memory_of(self.name, ForecastMemory)
         known = outputs.by_prompt[outputs.prompts.identify(call, position.time)]
         index = position.step.index
-        schedule = schedule_for(NO_TABLE, position.step.total, settings.forecast_interval)
+        schedule = schedule_for(NO_TABLE, position.step.total, settings.forecast_interval, 0)
         computed = index < FIRST_COMPUTED or index in schedule.whole
 
         def answer(compute: Compute) -> Answer:

@@ -1,8 +1,8 @@
 """The steps of a sampling in which DeepCache computes the whole network (whole steps).
 
 schedules.json has schedules that were searched on trained weights by `python -m lib_onediff.bench schedules`, for some
-numbers of steps. A sampling with another number of steps takes the nearest schedule, stretched. Networks without a
-searched schedule follow the DeepCache authors' rule.
+numbers of steps. A sampling with another number of steps takes the nearest schedule that serves it, stretched. Other
+samplings follow the DeepCache authors' rule.
 """
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 # The Family.schedule of transformers.
 TRANSFORMER = "transformer"
-# The slope of networks without a searched schedule; see Schedule.
+# The slope of samplings without a searched schedule; see Schedule.
 SLOPE = 0.5
-# The slope of such networks at interval 2, from this number of steps on. On emoji-sd, at CFG scales of 4 and 7, it is
+# The slope of such samplings at interval 2, from this number of steps on. On emoji-sd, at CFG scales of 4 and 7, it is
 # 1.0 to 2.3 dB closer than SLOPE with 30 and 50 steps, and up to 3.1 dB less close with 10. At interval 3 and a CFG
-# scale of 7, it is less close.
+# scale of 7, it is less close, except with the searched schedule and a depth of 3.
 LARGER_SLOPE = 0.75
 FEWEST_STEPS_FOR_IT = 30
 # The exponent of the DeepCache authors' non-uniform schedule, and the step by which authors_whole_steps() lowers it.
@@ -42,12 +42,6 @@ class Schedule(NamedTuple):
     steps: int
     slope: float
 
-    @property
-    def interval(self) -> int:
-        """The mean number of steps from one whole step to the next, rounded. For a searched schedule, this is the
-        setting (DeepCache interval) that it was searched for."""
-        return round(self.steps / len(self.whole))
-
     def last_whole(self, index: int, before: bool = False) -> int:
         """The index of the last whole step that is not later than the step `index`; 0 if there is none. before: of the
         last whole step earlier than the step `index`."""
@@ -68,11 +62,38 @@ class Schedule(NamedTuple):
         return Schedule(tuple(found), total, self.slope)
 
 
-def read_tables(path: Path) -> dict[str, list[Schedule]]:
+class Searched(NamedTuple):
+    """A schedule that was searched on trained weights, and the samplings that may use it, stretched.
+
+    interval: the setting (DeepCache interval) that it was searched for.
+    serves_others: whether samplings with other intervals may use it as well.
+    fewest_steps, least_depth: samplings with fewer steps, or with a smaller DeepCache depth, may not use it, because
+        the schedule was less close there.
+    """
+
+    schedule: Schedule
+    interval: int
+    serves_others: bool
+    fewest_steps: int
+    least_depth: int
+
+    def serves(self, total: int, interval: int, depth: int) -> bool:
+        """Whether a sampling of `total` steps with this interval and this DeepCache depth may use the schedule."""
+        if total < self.fewest_steps or depth < self.least_depth:
+            return False
+        return self.serves_others or interval == self.interval
+
+
+def read_tables(path: Path) -> dict[str, list[Searched]]:
     """The searched schedules in a JSON file, as lists by the kind of network (Family.schedule)."""
-    found: dict[str, list[Schedule]] = {}
+    found: dict[str, list[Searched]] = {}
     for kind, schedules in json.loads(path.read_text(encoding="utf-8")).items():
-        found[kind] = [Schedule(tuple(one["whole"]), one["steps"], one["slope"]) for one in schedules]
+        found[kind] = [
+            Searched(
+                Schedule(tuple(one["whole"]), one["steps"], one["slope"]), one["interval"], one["serves_others"],
+                one["fewest_steps"], one["least_depth"],
+            ) for one in schedules
+        ]
     return found
 
 
@@ -81,30 +102,31 @@ TABLES = read_tables(Path(__file__).with_name("schedules.json"))
 
 
 @lru_cache(maxsize=256)
-def schedule_for(kind: str, total: int, interval: int) -> Schedule:
-    """The schedule of a sampling: the nearest searched one, stretched; for a kind of network without searched ones, the
+def schedule_for(kind: str, total: int, interval: int, depth: int) -> Schedule:
+    """The schedule of a sampling: the nearest searched one that may serve it, stretched; if there is none, the
     DeepCache authors' rule, with the last step whole too. Every step is whole with an interval of 1, and in a sampling
-    of few steps (see whole_step_count). Computed once for the same arguments, because every call of a sampling
-    needs it.
+    of few steps (see whole_step_count). Computed once for the same arguments, because every call of a sampling needs
+    it.
 
     kind: the network's Family.schedule. total: the number of steps. interval: the mean number of steps from one whole
-    step to the next, as set by the user.
+    step to the next, as set by the user. depth: the DeepCache depth: how many stages or blocks cached steps compute.
     """
-    found = nearest_searched(kind, total, interval)
-    slope = unsearched_slope(total, interval) if found is None else found.slope
+    found = nearest_searched(kind, total, interval, depth)
+    slope = unsearched_slope(total, interval) if found is None else found.schedule.slope
     count = whole_step_count(total, interval)
     if interval <= 1 or count >= total:
         return Schedule(tuple(range(total)), total, slope)
     if found is None:
         return Schedule(tuple(sorted(authors_whole_steps(total, interval) | {total - 1})), total, slope)
+    searched = found.schedule
     if found.interval == interval:
         # The searched share of whole steps. With one less of 32, images of emoji-dit lost 2 dB of PSNR.
-        count = round(total * len(found.whole) / found.steps)
-    return found.stretched(total, count)
+        count = round(total * len(searched.whole) / searched.steps)
+    return searched.stretched(total, count)
 
 
 def unsearched_slope(total: int, interval: int) -> float:
-    """The slope of a network without a searched schedule. total, interval: see schedule_for."""
+    """The slope of a sampling without a searched schedule. total, interval: see schedule_for."""
     return LARGER_SLOPE if interval == 2 and total >= FEWEST_STEPS_FOR_IT else SLOPE
 
 
@@ -114,17 +136,19 @@ def whole_step_count(total: int, interval: int) -> int:
     return min(total, math.ceil(total / interval) + 1)
 
 
-def nearest_searched(kind: str, total: int, interval: int) -> Schedule | None:
+def nearest_searched(kind: str, total: int, interval: int, depth: int) -> Searched | None:
     """The searched schedule for this kind of network (Family.schedule) whose number of steps is nearest to `total`, by
     their ratio; of several, the one whose share of whole steps is nearest to that of whole_step_count(); of several
-    again, the one with most whole steps. Not stretched. None for a kind without searched schedules."""
+    again, the one with most whole steps. Not stretched. None if no searched schedule serves such samplings."""
     share = Fraction(whole_step_count(total, interval), total)
 
-    def distance(one: Schedule) -> tuple[Fraction, Fraction, int]:
-        ratio = Fraction(max(one.steps, total), min(one.steps, total))
-        return ratio, abs(Fraction(len(one.whole), one.steps) - share), -len(one.whole)
+    def distance(one: Searched) -> tuple[Fraction, Fraction, int]:
+        steps = one.schedule.steps
+        count = len(one.schedule.whole)
+        return Fraction(max(steps, total), min(steps, total)), abs(Fraction(count, steps) - share), -count
 
-    return min(TABLES.get(kind, []), key=distance, default=None)
+    serving = [one for one in TABLES.get(kind, []) if one.serves(total, interval, depth)]
+    return min(serving, key=distance, default=None)
 
 
 def authors_whole_steps(total: int, interval: int) -> frozenset[int]:

@@ -65,7 +65,7 @@ class BoundNetwork:
         self.refreshed = self.baseline.epoch
         self.reader: ContentsReader | None = None
         self._tokens = Tokens()
-        self.host_code = HostCode(host_traits)
+        self.host_code = HostCode()
         # Whether reading the modules failed by a fault of ours.
         self._has_failed = False
         # The step of partial reads of the contents (see Contents.part); 0: contents are not compared.
@@ -450,7 +450,7 @@ class BoundNetwork:
         `read`, which gives no layout, drops it."""
         module = self.module
         try:
-            self.host_code.check(module, tree)
+            self.host_code.check(module, tree, self.host_traits)
         except Refusal:
             self.undo_channels_last()
             raise

@@ -2,7 +2,7 @@
 changes."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch import nn
 
@@ -27,8 +27,7 @@ class HostCode:
     changes: how often code that our own operators depend on, such as torch's functions, was found changed.
     """
 
-    def __init__(self, host_traits: HostTraits) -> None:
-        self._host_traits = host_traits
+    def __init__(self) -> None:
         self.replaced: tuple[str, ...] = ()
         self.changes = 0
         # Reached.facts of the code when the network was first read.
@@ -42,25 +41,24 @@ class HostCode:
         self._met: dict[str, None] = {}
         self._new_ones = 0
 
-    def check(self, network: nn.Module, tree: Tree) -> None:
+    def check(self, network: nn.Module, tree: Tree, host_traits: HostTraits) -> None:
         """Set `replaced`. Raises Refusal, with the reason, if a module may compute something else than its class's
         original code (scan.refuse_foreign_code; `replaced` then stays), or if the result of a replaced function may
         depend on state that OneDiff cannot compare, so that a check of one call proves nothing for the next.
 
-        network: as it is now. tree: made of it now.
+        network: as it is now. tree: made of it now. host_traits: say which code is the host's own.
         """
-        refuse_foreign_code(network, self._host_traits)
+        refuse_foreign_code(network, host_traits)
         if tree.reached is not self._judged:
-            self._find_replaced(tree)
+            self._find_replaced(tree, host_traits.trusted)
             self._judged = tree.reached
         if self._unseen:
             raise Refusal(f"{self._unseen}, and OneDiff cannot see on what its result depends")
 
-    def _find_replaced(self, tree: Tree) -> None:
+    def _find_replaced(self, tree: Tree, trusted: Collection[str]) -> None:
         """Set `replaced`, and _unseen to a sentence about the first replaced function with state that cannot be
-        compared; "" if there is none."""
+        compared; "" if there is none. trusted: see HostTraits."""
         reached = tree.reached
-        trusted = self._host_traits.trusted
         if self._first is None:
             self._first = reached.facts
         found = replaced_names(reached, tree.hosts, self._first, trusted)

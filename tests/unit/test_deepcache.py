@@ -102,7 +102,7 @@ def test_without_a_searched_schedule_whole_steps_are_the_authors_and_the_last_on
     results of the authors' own code."""
     total, interval = case
     assert sorted(authors_whole_steps(total, interval)) == PUBLISHED[case]
-    schedule = schedule_for("no table", total, interval)
+    schedule = schedule_for("no table", total, interval, 1)
     whole = schedule.whole
     assert list(whole) == sorted({*PUBLISHED[case], total - 1})
     for index in range(total):
@@ -113,7 +113,7 @@ def test_without_a_searched_schedule_whole_steps_are_the_authors_and_the_last_on
 @pytest.mark.parametrize("kind", TABLES)
 def test_a_searched_schedule_is_used_unchanged_for_its_steps_and_interval(kind: str) -> None:
     for one in TABLES[kind]:
-        assert schedule_for(kind, one.steps, one.interval) == one
+        assert schedule_for(kind, one.schedule.steps, one.interval, max(1, one.least_depth)) == one.schedule
 
 
 @pytest.mark.parametrize("kind", ["unet", "transformer"])
@@ -121,20 +121,31 @@ def test_searched_schedules_are_stretched_to_other_steps_and_intervals(kind: str
     """The first step is always whole, and there are about as many whole steps for each step as in the nearest searched
     schedule."""
     for total in range(1, 61):
-        assert schedule_for(kind, total, 1).whole == tuple(range(total))
+        assert schedule_for(kind, total, 1, 1).whole == tuple(range(total))
         for interval in range(2, 21):
-            whole = schedule_for(kind, total, interval).whole
-            one = nearest_searched(kind, total, interval)
+            whole = schedule_for(kind, total, interval, 3).whole
+            one = nearest_searched(kind, total, interval, 3)
             most = math.ceil(total / interval) + 1
             if one is not None and one.interval == interval:
-                most = max(most, math.ceil(total * len(one.whole) / one.steps))
+                most = max(most, math.ceil(total * len(one.schedule.whole) / one.schedule.steps))
             assert whole[0] == 0 and list(whole) == sorted(set(whole)) and whole[-1] < total
             assert len(whole) <= min(total, most)
 
 
+@pytest.mark.parametrize(("steps", "interval", "depth", "is_searched"), [
+    (30, 3, 3, True), (50, 3, 4, True), (29, 3, 3, False), (30, 3, 2, False), (30, 2, 3, False), (30, 5, 3, False),
+])
+def test_the_unets_searched_schedule_serves_only_where_it_was_closer(
+    steps: int, interval: int, depth: int, is_searched: bool
+) -> None:
+    """On emoji-sd it was less close with 20 steps, and its slope with one stage at a CFG scale of 7."""
+    authors = schedule_for("no table", steps, interval, depth)
+    assert (schedule_for("unet", steps, interval, depth) != authors) is is_searched
+
+
 @pytest.mark.parametrize("kind", TABLES)
 def test_the_order_of_schedules_in_the_file_does_not_matter(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = [(total, interval) for total in range(1, 61) for interval in range(1, 21)]
+    cases = [(total, interval, 3) for total in range(1, 61) for interval in range(1, 21)]
     expected = [nearest_searched(kind, *case) for case in cases]
     monkeypatch.setitem(TABLES, kind, TABLES[kind][::-1])
     assert [nearest_searched(kind, *case) for case in cases] == expected
@@ -144,7 +155,7 @@ def test_the_order_of_schedules_in_the_file_does_not_matter(kind: str, monkeypat
 def test_only_many_steps_at_interval_2_extrapolate_with_a_larger_slope(total: int, interval: int, slope: float) -> None:
     """slope: the share of the line through the last two deep features that a cached step follows. Measured on emoji-sd:
     with 10 steps, 0.75 was 1.8 dB less close than 0.5."""
-    assert schedule_for("no table", total, interval).slope == slope
+    assert schedule_for("no table", total, interval, 1).slope == slope
 
 
 def test_the_authors_rule_has_as_many_whole_steps_as_equal_distances() -> None:
