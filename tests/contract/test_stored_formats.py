@@ -518,7 +518,7 @@ def test_the_host_serves_a_checkpoint_with_an_unsupported_layout(host: StoredAni
         Binding(host.unet, FAMILIES.read(host.unet), StoredWeights())
 
 
-def test_the_host_serves_while_a_scale_is_nan(host: StoredAnima) -> None:
+def test_the_host_serves_while_a_quantized_weights_scale_is_nan(host: StoredAnima) -> None:
     """Both outputs are NaN then, which no comparison accepts. A NaN that comes later is in the output too."""
     host.store("INT8")
     scale = host.unet.get_submodule(BROKEN).weight._params.scale

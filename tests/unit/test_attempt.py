@@ -210,7 +210,7 @@ def test_a_fault_while_a_call_is_counted_does_not_lose_its_output(
     assert runtime.guard.faults == ["a fault of OneDiff in counting a call, please report it: no statistics"]
 
 
-def test_a_fault_while_a_graph_is_prepared_leaves_the_call_to_our_forward(
+def test_a_fault_in_preparing_a_graph_keeps_the_computed_output_and_is_noted_once(
     unet: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Preparing a CUDA graph runs out of memory, and making room for it has a fault. Both happen after the output was

@@ -79,7 +79,7 @@ def has_deciding_handler(function: ast.FunctionDef) -> bool:
     return any(isinstance(node, ast.ExceptHandler) and decides(node) for node in ast.walk(function))
 
 
-def test_core_attempt_alone_decides_from_an_exception_who_serves_a_call() -> None:
+def test_only_core_attempt_turns_an_exception_into_the_choice_who_serves_a_call() -> None:
     """What core.attempt makes of an exception decides who serves a call. To pass: use Attempt.of or attempted, or raise
     again."""
     rooms = tuple(f"lib_onediff/{room}/" for room in DECIDING)

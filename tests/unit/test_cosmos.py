@@ -65,7 +65,7 @@ def test_outputs_are_close_to_diffusers_and_an_edit_takes_effect_at_the_next_cal
         assert relative_error(after, before) > 1e-3
 
 
-def test_loras_are_computed_in_our_forward_and_uncompiling_restores_the_pipeline() -> None:
+def test_loras_are_computed_in_our_forward_and_uncompiling_restores_the_transformer() -> None:
     """ours() compares with diffusers' own forward. ignores leaves the transformer without any attribute of ours."""
     peft = pytest.importorskip("peft")
     unet = network()

@@ -117,9 +117,9 @@ def test_a_searched_schedule_is_used_unchanged_for_its_steps_and_interval(kind: 
 
 
 @pytest.mark.parametrize("kind", ["unet", "transformer"])
-def test_searched_schedules_are_stretched_to_other_steps_and_intervals(kind: str) -> None:
-    """The first step is always whole, and there are about as many whole steps for each step as in the nearest searched
-    schedule."""
+def test_every_sampling_begins_with_a_whole_step_and_has_no_more_than_its_interval_allows(kind: str) -> None:
+    """Whole steps compute the whole network. With an interval of 1, all steps are whole. A searched schedule may have
+    as large a share of whole steps as it was searched with."""
     for total in range(1, 61):
         assert schedule_for(kind, total, 1, 1).whole == tuple(range(total))
         for interval in range(2, 21):
@@ -129,7 +129,7 @@ def test_searched_schedules_are_stretched_to_other_steps_and_intervals(kind: str
             if one is not None and one.interval == interval:
                 most = max(most, math.ceil(total * len(one.schedule.whole) / one.schedule.steps))
             assert whole[0] == 0 and list(whole) == sorted(set(whole)) and whole[-1] < total
-            assert len(whole) <= min(total, most)
+            assert min(total, most) // 2 <= len(whole) <= min(total, most)
 
 
 @pytest.mark.parametrize(("steps", "interval", "depth", "is_searched"), [

@@ -163,7 +163,9 @@ def test_if_the_cached_pass_fails_full_passes_are_used(rig: Rig, monkeypatch: py
     assert "cached step failed: a kernel is missing" in rig.reason
 
 
-def test_a_cached_pass_that_differs_from_the_full_one_is_not_used(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_pass_that_does_not_reproduce_the_full_pass_is_not_used(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = compute.cached_pass
     monkeypatch.setattr(compute, "cached_pass", lambda *args: right(*args) * 1.01)
     rig.begin(STEPS[:4])

@@ -97,7 +97,7 @@ class Noting(hooks.ModelHook):
         return args, kwargs
 
 
-def test_hooks_registered_before_and_after_compiling_all_run_once_around_the_host() -> None:
+def test_hooks_registered_before_and_after_compiling_all_run_once_around_the_hosts_forward() -> None:
     """Each hook keeps the forward that it finds, which may be ours. Removing the hooks restores the forward."""
     unet = diffusers_unet(**SMALL_XL)
     noted = list[str]()

@@ -135,7 +135,7 @@ def test_streamed_weights_have_arrived_when_they_are_read(
     assert two_memories.alone == 0 and "of its weights are copied" in lib_onediff.status()["reason"]
 
 
-def test_loras_are_computed_in_our_forward_and_uncompiling_restores_the_pipeline() -> None:
+def test_loras_are_computed_in_our_forward_and_uncompiling_restores_the_transformer() -> None:
     """ours() compares with diffusers' own forward."""
     peft = pytest.importorskip("peft")
     transformer = network()

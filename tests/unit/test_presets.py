@@ -71,7 +71,7 @@ def test_most_used_sizes_that_users_cannot_enter_are_left_out(tmp_path: Path) ->
     ("512x512, 768x512, 512x512, 512x512 x2", [Size(512, 512), Size(768, 512), Size(512, 512, 2)]),
     (f"512x512 x{LARGEST_BATCH}", [Size(512, 512, LARGEST_BATCH)]),
 ])
-def test_sizes_with_separators_and_batches_are_read(text: str, expected: list[Size]) -> None:
+def test_written_sizes_are_read_with_any_separator_and_with_a_batch_size(text: str, expected: list[Size]) -> None:
     assert parse_sizes(text) == expected
 
 

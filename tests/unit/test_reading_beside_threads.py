@@ -77,7 +77,7 @@ def test_code_is_read_while_another_thread_imports(modules: dict) -> None:
     assert next(numbers) > 0
 
 
-def test_an_objects_attributes_are_read_while_another_thread_sets_them() -> None:
+def test_a_snapshot_of_an_objects_attributes_is_made_while_another_thread_sets_them() -> None:
     """vars() of an object changes its size meanwhile, at which Python's iteration raises."""
     held = types.SimpleNamespace(of_a_user=1)
     with written_meanwhile(flipping(vars(held))):

@@ -129,7 +129,7 @@ def route() -> str:
 
 
 @pytest.mark.parametrize("at", ["network_and_settings", "adopt"])
-def test_a_fault_in_looking_up_a_unet_leaves_the_call_to_the_host_with_a_reason(
+def test_a_fault_in_finding_a_unets_network_leaves_the_call_to_the_host_with_a_reason(
     new_runtime: Runtime, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     def fails(*arguments: Any, **named: Any) -> None:

@@ -520,7 +520,7 @@ def test_a_panic_of_a_library_becomes_one_sentence(damaged_folder: Path, monkeyp
     "unet/config.json", "unet/diffusion_pytorch_model.safetensors", "text_encoder/model.safetensors.index.json",
     "tokenizer/vocab.json", "notes.txt", "scheduler/scheduler_config.json",
 ])
-def test_a_pipe_in_a_model_folder_is_not_read(damaged_folder: Path, place: str) -> None:
+def test_a_named_pipe_in_a_model_folder_is_refused_unopened(damaged_folder: Path, place: str) -> None:
     """Opening a pipe would wait for ever for somebody to write into it."""
     (damaged_folder / place).unlink(missing_ok=True)
     os.mkfifo(damaged_folder / place)

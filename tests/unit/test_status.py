@@ -23,7 +23,7 @@ STATUS = {
 }
 
 
-def test_the_status_line_has_every_fact_and_escapes_it() -> None:
+def test_the_status_line_shows_every_fact_with_its_text_html_escaped() -> None:
     line = status.status_html(STATUS)
     for part in ("without CUDA graphs", "2.0x faster", "12.3 ms (WebUI 24.7 ms)", "64x72", "&lt;b&gt;SD1&lt;/b&gt;",
                  "a &amp; b"):

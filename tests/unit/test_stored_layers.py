@@ -175,9 +175,10 @@ def test_a_stored_layer_of_a_float32_model_is_computed_by_torch() -> None:
     assert torch.equal(OPS.linear(x, layer), torch_ops.linear(x, layer))
 
 
-def test_a_weight_that_onediff_has_quantized_is_decoded_for_tokens_in_16_bits() -> None:
-    """With stored=True, a file's weight follows the host's rule, which rounds the tokens to eight bits: a larger error.
-    With stored=False they stay as they are."""
+def test_inputs_in_16_bits_are_not_rounded_for_a_weight_that_onediff_has_quantized() -> None:
+    """For a weight in INT8 from a file (stored=True), the layer's inputs are rounded to eight bits too, by the host's
+    rule, so its error is larger. A weight that OneDiff has quantized (stored=False) is decoded, and inputs in 16 bits
+    stay as they are."""
     layer, x = stored(OUT, WIDTH), random(2, TOKENS, WIDTH)
     [quantized] = layer.low_bit
     ours = layer._replace(low_bit=(quantized._replace(stored=False),))

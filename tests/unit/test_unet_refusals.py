@@ -133,8 +133,10 @@ def test_a_residual_block_whose_first_convolution_has_no_bias_is_computed(lackin
     assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
 
 
-def test_an_extra_parameter_or_dropout_in_training_mode_is_left_to_the_host() -> None:
-    """And once the parameter is gone, OneDiff computes."""
+def test_a_unet_with_an_extra_parameter_or_with_dropout_in_training_mode_is_left_to_the_host() -> None:
+    """Our forward would compute without them. Once the parameter is gone, OneDiff computes. A network is read again
+    when an attribute of its modules has changed; a parameter that no code uses is no such change, so the test sets an
+    attribute."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL, dropout=0.5))
     for change, reason in (
         (lambda: unet.mid_block.register_parameter("strange", nn.Parameter(torch.zeros(3))),
@@ -143,7 +145,6 @@ def test_an_extra_parameter_or_dropout_in_training_mode_is_left_to_the_host() ->
         (unet.train, "dropout drops values at random"),
     ):
         change()
-        # A parameter that no code uses is not noticed by itself: this attribute is.
         unet.conv_in.noted = reason
         served(unet, a_call(unet))
         assert lib_onediff.status()["route"] == ("host" if reason else "plain")

@@ -42,6 +42,7 @@ def test_a_failed_entry_is_retried_once_in_another_sampling(entry: Entry) -> Non
     assert entry.switch_to("one", "third").state is State.FAILED and "it fell" in entry.reason
 
 
-def test_a_failure_outside_of_samplings_is_retried_at_the_next_call(entry: Entry) -> None:
-    entry.switch_to("one").mark_failed("it fell", None, is_final=False)
+def test_a_shape_that_failed_outside_of_a_sampling_is_tried_again_at_the_next_call(entry: Entry) -> None:
+    """Within a sampling, a failure holds until its end. Without one, the entry is COLD again at the next call."""
+    entry.switch_to("one").mark_failed("the kernel failed", None, is_final=False)
     assert entry.switch_to("one").state is State.COLD

@@ -180,7 +180,7 @@ def test_a_cell_whose_option_has_no_effect_because_onediff_is_off_gets_a_comment
     ("skip_negative_after", "100", "100"), ("low_bit_budget", "nan", "nan"),
     (xyz.PRESET, "Balanced, Best", "no preset 'Best'"),
 ])
-def test_a_wrong_value_on_an_axis_is_refused_with_a_sentence(name: str, text: str, part: str) -> None:
+def test_a_wrong_value_on_an_xyz_plot_axis_is_refused_with_a_sentence(name: str, text: str, part: str) -> None:
     axis = axis_of(name)
     with pytest.raises(RuntimeError) as refusal:
         values_on(axis, text)

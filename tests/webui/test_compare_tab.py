@@ -63,7 +63,7 @@ def test_a_comparison_names_each_sides_changed_options_and_has_a_row_for_each_se
     assert [row[0] for row in compare.rows()] == ["21", "22", "23"] and len(compare.images()) == 9
 
 
-def test_the_viewer_shows_both_images_in_one_place(compare: Compare) -> None:
+def test_the_viewer_has_a_slider_a_flip_a_difference_and_a_strip_of_seeds(compare: Compare) -> None:
     """The slider works by mouse and keyboard, the flip by its button and by a click in the picture, and the strip
     chooses the seed. After a reload, the result is shown again."""
     page = compare.page
