@@ -181,7 +181,11 @@ def timed_steps(rows: Iterable[ResolutionRow], model: str | None) -> list[TimedS
     steps = []
     for row in rows:
         if is_made_ready(row, model) and row.step_ms is not None:
-            size = parse_size(row.resolution)
+            try:
+                size = parse_size(row.resolution)
+            except ValueError:
+                # Images may have sizes that cannot be pre-warmed, such as those of an upscaler.
+                continue
             steps.append(TimedStep(size.width * size.height, row.step_ms / 1e3 / 2))
     return steps
 

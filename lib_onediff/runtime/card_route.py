@@ -29,7 +29,7 @@ from ..core.image import GRAPH, PLAIN
 from ..core.key import LOSSLESS, Lossy, ShapeKey
 from ..core.operators import Operators
 from ..core.policy import Answer, Host, Served
-from ..core.precision import Flags, autocast_dtype, flags_for, our_modes
+from ..core.precision import Flags, autocast_dtype, flags_for, is_autocast_on, our_modes
 from ..core.refusal import Refusal
 from ..core.settings import Settings
 from ..core.table import Entry, State, Stopwatch
@@ -262,6 +262,11 @@ class OneCard:
         entry = plan.entry
         whole = served.entry
         key = entry.key
+        device = call.latent.device
+        if plan.autocast is not (autocast_dtype(device.type) if is_autocast_on(device.type) else None):
+            return False
+        if key.inputs != whole.key.inputs or key.upcast_attention != whole.key.upcast_attention:
+            return False
         if entry.state is not State.READY or entry.weights != whole.weights or entry.host is not whole.host:
             return False
         made_at = plan.epoch

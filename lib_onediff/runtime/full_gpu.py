@@ -29,9 +29,9 @@ class FullGpu:
         self._services = services
 
     def refuse_call(self, network: Network, call: Call) -> None:
-        """Raise Refusal if an earlier call of this signature has run out of GPU memory in this sampling, and not more
-        memory can be allocated now. Frees nothing. Takes a tenth of a millisecond for such a signature, and nothing
-        while none has run out of memory."""
+        """Raise Refusal if an earlier call of this signature has run out of GPU memory in this announced sampling, and
+        not more memory can be allocated now. Frees nothing. Takes a tenth of a millisecond for such a signature, and
+        nothing while none has run out of memory."""
         if not network.no_room:
             return
         full_with = network.no_room.get(call.signature)
@@ -67,10 +67,12 @@ class FullGpu:
             services.graphs.free()
             left = services.holdings.left(device)
             is_first = signature not in network.no_room
-            if is_first and left > had + ROOM_TO_SPARE:
-                network.no_room[signature] = had
+            has_freed = is_first and left > had + ROOM_TO_SPARE
+            # Outside of samplings, nothing would end the refusals: each call is tried.
+            if network.in_sampling:
+                network.no_room[signature] = had if has_freed else left
+            if has_freed:
                 return OUT_OF_MEMORY
-            network.no_room[signature] = left
         # A warm-up belongs to no image. Inside of a replay, the graphs around this call read the weights.
         if services.is_warm_up or services.is_between_graphs:
             return OUT_OF_MEMORY

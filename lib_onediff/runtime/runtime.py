@@ -117,6 +117,9 @@ class Runtime:
         """Set the runtime's settings, which apply from the next call on. If the settings use no second GPU, or OneDiff
         is off in them, all networks' copies on a second GPU are freed."""
         self.services.settings = settings
+        for network in self.services.networks.values():
+            # Other settings may need less memory.
+            network.no_room.clear()
         if settings.second_gpu == ONE_GPU or not settings.enabled:
             self.two_gpus.forget_all()
 

@@ -134,7 +134,7 @@ def problem_of_value(option: Field[Any], value: Any) -> str:
         if kind in (int, float):
             try:
                 number = float(value)
-            except (TypeError, ValueError):
+            except (OverflowError, TypeError, ValueError):
                 return f"This is not a number: {value!r}."
             value = int(number) if kind is int and number.is_integer() else number
         check_value(option, value)

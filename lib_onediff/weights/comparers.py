@@ -95,7 +95,8 @@ def comparer_of_object(value: Any, depth: int) -> Comparer:
         return is_same_without_attributes
 
     def comparer_of_attribute(attribute: Any) -> Comparer:
-        return comparer(attribute, depth + 1) if isinstance(attribute, FUNCTIONS) else is_any
+        is_compared = isinstance(attribute, FUNCTIONS) or is_plain(attribute)
+        return comparer(attribute, depth + 1) if is_compared else is_any
 
     names = tuple(attributes)
     are_same = comparer_of_many(tuple(attributes.values()), comparer_of_attribute)
@@ -113,14 +114,15 @@ def comparer_of_many(
     values: Sequence[Any], comparer_of: Callable[[Any], Comparer]
 ) -> Callable[[Sequence[Any]], bool]:
     """A function that takes later values, and returns whether there are as many, of the same types, and each is the
-    same as the value at its position: a plain value if both are equal, any other by comparer_of(value)."""
+    same as the value at its position: a plain value if both are equal, any other by comparer_of(value). A plain tuple
+    or frozenset is compared by comparer_of as well, because == says nothing about the types of its members."""
     kinds = list(map(type, values))
-    plain = [index for index, value in enumerate(values) if is_plain(value)]
+    plain = [index for index, value in enumerate(values) if is_plain(value) and type(value) not in (tuple, frozenset)]
     pick = operator.itemgetter(*plain) if plain else operator.itemgetter(slice(0, 0))
     known = pick(values)
     others: list[tuple[int, Comparer]] = []
     for index, value in enumerate(values):
-        if not is_plain(value):
+        if index not in plain:
             is_same = comparer_of(value)
             if is_same is not is_any:
                 others.append((index, is_same))

@@ -39,11 +39,16 @@ class Layouts:
                 return False
             if list(map(shape_and_dtype, tensors)) != self._shapes:
                 return False
-            mode = torch.is_inference_mode_enabled()
-            if mode not in self.quick and quick_comparison_is_right():
-                self.quick[mode] = quick_comparison(tensors)
+            self._make_quick(tensors)
             return True
         return False
+
+    def _make_quick(self, tensors: Sequence[Tensor]) -> None:
+        """Add a function to `quick` for the present mode, unless it has one or torch cannot make one."""
+        mode = torch.is_inference_mode_enabled()
+        if mode not in self.quick and quick_comparison_is_right():
+            with suppress(Exception):
+                self.quick[mode] = quick_comparison(tensors)
 
 
 def quick_comparison(tensors: Sequence[Tensor]) -> Callable[..., bool]:

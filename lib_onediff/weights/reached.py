@@ -11,6 +11,7 @@ import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -102,7 +103,8 @@ class Names:
                 return False
         found = [spaces[index][name] for index, name in self._objects]
         known = [reference() for reference in self._references]
-        if not all(map(operator.is_, found, known)):
+        # A freed object must not be taken for a name that is None now.
+        if not all(map(operator.is_, found, known)) or not all(map(operator.is_not, known, repeat(None))):
             return False
         bare = [spaces[index][name] for index, name in self._bare]
         known = [reference() for reference in self._bare_references]

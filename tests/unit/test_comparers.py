@@ -92,6 +92,9 @@ CASES: list[tuple[str, Any, Callable[[], object], Callable[[], Any]]] = [
     ("frozen's list", FROZEN, lambda: FROZEN["blocks"].append("three"), lambda: FROZEN),
     ("frozen, by force", FROZEN, lambda: OrderedDict.__setitem__(FROZEN, "size", 4), lambda: FROZEN),
     ("frozen as dictionary", FROZEN, lambda: None, lambda: dict(FROZEN)),
+    ("tuple in a dictionary", {"a": (1, 2)}, lambda: None, lambda: {"a": (1, 2)}),
+    ("tensor in a tuple", {"a": (1, 2)}, lambda: None, lambda: {"a": (torch.tensor(1), 2)}),
+    ("tensors in a tuple", {"a": (1, 2)}, lambda: None, lambda: {"a": (torch.ones(2), 2)}),
     ("set", {1, 2}, lambda: None, lambda: {1, 2}),
     ("set's member", {1, 2}, lambda: None, lambda: {1, 3}),
     ("module", MODULE, lambda: None, lambda: MODULE),
@@ -169,3 +172,12 @@ def test_a_value_that_differs_from_itself_is_unchanged(spaces: list[dict[str, An
     assert names.are_unchanged(spaces)
     spaces[-1]["a"] = 1.0
     assert not names.are_unchanged(spaces)
+
+
+def test_a_freed_module_in_a_name_that_is_none_now_is_a_change() -> None:
+    """Names keeps no module alive, so its reference is None then as well."""
+    space: dict[str, Any] = {"adapter": nn.Linear(2, 2)}
+    names = Names([space], [["adapter"]])
+    assert names.are_unchanged([space])
+    space["adapter"] = None
+    assert not names.are_unchanged([space])

@@ -68,6 +68,24 @@ def test_a_foreign_forward_inside_of_offloading_hooks_is_refused() -> None:
         lib_onediff.compile_unet(unet)
 
 
+@pytest.mark.parametrize("place", ["on top", "between"])
+def test_a_foreign_forward_around_offloading_hooks_is_refused(place: str) -> None:
+    """Ours would be called in place of it. between: what the outer one of two hooks calls."""
+    unet = diffusers_unet(**SMALL_XL)
+    offload(unet, "block_level")
+    if place == "on top":
+        inner = unet.forward
+        unet.forward = lambda *given, **named: inner(*given, **named)
+    else:
+        registry = hooks.HookRegistry.check_if_exists_or_initialize(unet)
+        registry.register_hook(Noting([]), "layer_execution_tracker")
+        outer = registry._fn_refs[-1]
+        inner = outer.forward
+        outer.forward = lambda *given, **named: inner(*given, **named)
+    with pytest.raises(ValueError, match="other code has replaced"):
+        lib_onediff.compile_unet(unet)
+
+
 def test_the_host_serves_if_weights_are_offloaded_to_disk(pretended: PretendedGraphs, tmp_path: Path) -> None:
     """Between calls, the parameters in main memory have no values then."""
     unet = diffusers_unet(**SMALL_XL)

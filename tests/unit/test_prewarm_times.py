@@ -49,6 +49,12 @@ def test_nothing_is_extrapolated_far_beyond_what_was_timed() -> None:
     assert found[Size(512, 512)].seconds < 60 and not found[Size(128, 128)].is_least
 
 
+def test_an_image_of_a_size_that_cannot_be_pre_warmed_breaks_no_estimate() -> None:
+    """Such as one that was enlarged beyond the largest size."""
+    known = warm_up_after(("512x512", 2000.0)).estimates([Size(512, 512)])
+    assert warm_up_after(("512x512", 2000.0), ("512x5120", 9000.0)).estimates([Size(512, 512)]) == known != {}
+
+
 def test_without_a_measurement_nothing_is_estimated() -> None:
     assert warm_up_after().estimates([Size(512, 512)]) == {}
 

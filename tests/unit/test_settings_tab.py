@@ -142,6 +142,7 @@ def test_a_users_text_is_escaped_in_a_warning(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(("name", "value", "says"), [
     ("deepcache_interval", "99", "This must be from 1 to 20, not 99."), ("deepcache_interval", "3", ""),
+    ("deepcache_interval", 10**400, "This is not a number"),
     ("deepcache_interval", "2.5", "This takes a whole number, not 2.5."), ("deepcache_interval", 2.5, "a whole number"),
     ("deepcache_interval", 2.0, ""), ("deepcache_interval", "inf", "This takes a whole number"),
     ("deepcache_interval", "", "This is not a number: ''."), ("prewarm", "huge", "'huge' is not a size"),

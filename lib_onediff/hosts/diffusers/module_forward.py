@@ -32,6 +32,8 @@ BEHIND_A_HOOK = "_old_forward"
 SLOTS = ("forward", BEHIND_A_HOOK)
 # The attribute in which diffusers keeps the hooks of a module.
 HOOKS = "_diffusers_hook"
+# The module of diffusers in which the forwards are defined that its hooks set.
+HOOKS_MODULE = "diffusers.hooks.hooks"
 # The names of the hooks of diffusers' group offloading. They move weights before and after a forward, and do not change
 # its result.
 MOVERS = frozenset({"group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading"})
@@ -228,7 +230,12 @@ def refuse_foreign(module: nn.Module, whose: str) -> None:
     if BEHIND_A_HOOK in module.__dict__:
         present = module.__dict__[BEHIND_A_HOOK]
     elif only_moves(module):
-        present = hooks_of(module)[0].forward
+        present, *around = (hook.forward for hook in hooks_of(module))
+        outermost = module.__dict__.get("forward")
+        around.append(outermost.__wrapped__ if is_front(outermost) else outermost)
+        foreign = next((one for one in around if not is_of_hooks(one)), None)
+        if foreign is not None:
+            raise ValueError(f"other code has replaced {whose} forward ({foreign!r}): undo that before you compile it")
     else:
         present = module.__dict__.get("forward")
     own = getattr(present, COMPILED, present)
@@ -300,6 +307,11 @@ def hooks_of(module: nn.Module) -> list[Any]:
     """The objects in which diffusers keeps the forwards that a module's hooks wrap (HookRegistry._fn_refs), one for
     each hook, the innermost hook's first; [] without hooks."""
     return list(getattr(module.__dict__.get(HOOKS), "_fn_refs", None) or ())
+
+
+def is_of_hooks(forward: Any) -> bool:
+    """Whether a forward is one that diffusers' HookRegistry has set on a module."""
+    return type(forward) is functools.partial and getattr(forward.func, "__module__", "") == HOOKS_MODULE
 
 
 def only_moves(module: nn.Module) -> bool:
