@@ -231,7 +231,7 @@ def refuse_foreign(module: nn.Module, whose: str) -> None:
         present = module.__dict__[BEHIND_A_HOOK]
     elif only_moves(module):
         present, *around = (hook.forward for hook in hooks_of(module))
-        outermost = module.__dict__.get("forward")
+        outermost: Any = module.__dict__.get("forward")
         around.append(outermost.__wrapped__ if is_front(outermost) else outermost)
         foreign = next((one for one in around if not is_of_hooks(one)), None)
         if foreign is not None:
