@@ -100,8 +100,9 @@ class Network:
         self.bound.retry()
 
     def end_sampling(self) -> None:
-        """End the sampling: drop the memories of step policies."""
+        """End the sampling: drop the memories of step policies, and let calls be tried that ran out of GPU memory."""
         self.sampling = None
+        self.no_room.clear()
         self.step_memories.clear()
         self.in_sampling = False
 

@@ -412,13 +412,21 @@ def test_a_streamed_call_that_runs_out_of_memory_lets_the_webui_move_weights(
 def test_a_streamed_call_is_left_to_a_webui_that_moves_no_weights(
     two_memories: TwoMemories, native_operators: StandInOperators
 ) -> None:
+    """For the rest of the sampling, without another try. Outside of samplings, each call is tried: nothing would end
+    the refusals."""
     two_memories.is_away = half
     unet = compiled_with(two_memories)
     native_operators.fail_with(torch.cuda.OutOfMemoryError("CUDA out of memory"))
+    runtime.begin_sampling(unet)
     for why in (OUT_OF_MEMORY, NO_ROOM_YET, NO_ROOM_YET):
         assert is_close_to_host(unet, a_call(unet))
         assert served_by()[1] == "host" and reason() == why
     assert native_operators.calls == 1
+    runtime.end_sampling(unet)
+    for _ in range(2):
+        assert is_close_to_host(unet, a_call(unet))
+        assert served_by()[1] == "host" and reason() == OUT_OF_MEMORY
+    assert native_operators.calls == 3
 
 
 def test_a_warm_up_that_runs_out_of_memory_moves_no_weights(
