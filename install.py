@@ -426,9 +426,9 @@ def install_and_run(extra: str, command: list[str]) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Do what the command line asks for, and return the exit code (see do_what_is_asked); 130 after Ctrl-C."""
+    """Do what the command line asks for, and return the exit code (see run_arguments); 130 after Ctrl-C."""
     try:
-        return do_what_is_asked(arguments)
+        return run_arguments(arguments)
     except KeyboardInterrupt:
         if sys.stdout.isatty():
             # pip hides the cursor while it draws progress bars, and the terminal has written ^C.
@@ -437,7 +437,7 @@ def main(arguments: list[str]) -> int:
         return 130
 
 
-def do_what_is_asked(arguments: list[str]) -> int:
+def run_arguments(arguments: list[str]) -> int:
     """Do what the command line asks for (see the module). arguments: without the program's name. Returns the exit code:
     0 without arguments, 2 after a usage message for unknown ones. --help ends the process with exit code 0."""
     if not arguments:

@@ -144,8 +144,10 @@ def moved(score_of: Score, steps: int, whole: frozenset[int]) -> frozenset[int]:
 def cases(count: int, for_test: bool = False) -> list[Row]:
     """`count` prompts in the form of images.held_out, each with a seed of its own. They are repeated if PROMPTS has too
     few. for_test: True for the test of the search's results, which has other prompts and seeds than the search."""
-    known = json.loads(PROMPTS.read_text(encoding="utf-8"))[for_test::2]
-    return [{**known[number % len(known)], "seed": 1000 * for_test + number} for number in range(count)]
+    every = json.loads(PROMPTS.read_text(encoding="utf-8"))
+    known = every[1::2] if for_test else every[::2]
+    first_seed = 1000 if for_test else 0
+    return [{**known[number % len(known)], "seed": first_seed + number} for number in range(count)]
 
 
 def tested(images: Images, whole: frozenset[int]) -> Row:

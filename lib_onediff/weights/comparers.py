@@ -114,15 +114,14 @@ def comparer_of_many(
     values: Sequence[Any], comparer_of: Callable[[Any], Comparer]
 ) -> Callable[[Sequence[Any]], bool]:
     """A function that takes later values, and returns whether there are as many, of the same types, and each is the
-    same as the value at its position: a plain value if both are equal, any other by comparer_of(value). A plain tuple
-    or frozenset is compared by comparer_of as well, because == says nothing about the types of its members."""
+    same as the value at its position: a plain value if both are equal, any other by comparer_of(value)."""
     kinds = list(map(type, values))
-    plain = [index for index, value in enumerate(values) if is_plain(value) and type(value) not in (tuple, frozenset)]
+    plain = [index for index, value in enumerate(values) if is_compared_by_value(value)]
     pick = operator.itemgetter(*plain) if plain else operator.itemgetter(slice(0, 0))
     known = pick(values)
     others: list[tuple[int, Comparer]] = []
     for index, value in enumerate(values):
-        if index not in plain:
+        if not is_compared_by_value(value):
             is_same = comparer_of(value)
             if is_same is not is_any:
                 others.append((index, is_same))
@@ -134,6 +133,12 @@ def comparer_of_many(
         return all(is_same(later[index]) for index, is_same in others)
 
     return are_same
+
+
+def is_compared_by_value(value: Any) -> bool:
+    """Whether == and the type tell whether a later value has the same snapshot. False for a plain tuple or frozenset,
+    because == ignores the types of its members."""
+    return is_plain(value) and type(value) not in (tuple, frozenset)
 
 
 def is_any(later: Any) -> bool:

@@ -32,8 +32,9 @@ class HostCode:
         self.changes = 0
         # Reached.facts of the code when the network was first read.
         self._first: dict[str, str] | None = None
-        # The code that was searched for replaced functions last, and the reason to refuse it; "" if there is none.
-        self._judged: Reached | None = None
+        # The code that was searched for replaced functions last, with the packages that were known to be the host's;
+        # and the reason to refuse it, "" if there is none.
+        self._judged: tuple[Reached, Collection[str], Collection[str]] | None = None
         self._unseen = ""
         # Reached.facts_of_ours at the last note().
         self._facts_of_ours: Mapping[str, str] = {}
@@ -49,9 +50,10 @@ class HostCode:
         network: as it is now. tree: made of it now. host_traits: say which code is the host's own.
         """
         refuse_foreign_code(network, host_traits)
-        if tree.reached is not self._judged:
+        judged = tree.reached, tree.hosts, host_traits.trusted
+        if judged != self._judged:
             self._find_replaced(tree, host_traits.trusted)
-            self._judged = tree.reached
+            self._judged = judged
         if self._unseen:
             raise Refusal(f"{self._unseen}, and OneDiff cannot see on what its result depends")
 

@@ -87,7 +87,8 @@ class ModuleStates:
             return False
         try:
             return self._are_unchanged(every)
-        except KeyError:  # an attribute is gone
+        except (KeyError, RuntimeError, TypeError, ValueError):
+            # An attribute is gone, or is now a value, such as a tensor, that == does not compare with a plain one.
             return False
 
     def _are_unchanged(self, every: list[Any]) -> bool:
@@ -114,8 +115,7 @@ class ModuleStates:
         """Whether the same modules have hooks. Which hooks, is compared separately. states: the modules'."""
         if self._has_hooks:
             return [indices_with(hooks, states) for hooks in of_hooks] == self._hooked
-        of_forward, of_pre_forward = of_hooks
-        return not any(map(of_forward, states)) and not any(map(of_pre_forward, states))
+        return not any(any(map(hooks, states)) for hooks in of_hooks)
 
 
 class Tree:

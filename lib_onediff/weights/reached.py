@@ -249,7 +249,8 @@ class Reached:
                 and all(space.keys().isdisjoint(names) for space, names in self._absent)
                 and torch_state() == self._torch_state
             )
-        except KeyError:  # a function is gone
+        except (KeyError, RuntimeError, TypeError, ValueError):
+            # A function is gone, or a name is now a value, such as a tensor, that == does not compare with a plain one.
             return False
 
     def named(self) -> Iterator[Named]:

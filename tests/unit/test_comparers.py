@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lib_onediff.weights.comparers import comparer
+from lib_onediff.weights.module_tree import BOOKKEEPING, ModuleStates
 from lib_onediff.weights.reached import Names
 from lib_onediff.weights.snapshot import snapshot
 
@@ -181,3 +182,14 @@ def test_a_freed_module_in_a_name_that_is_none_now_is_a_change() -> None:
     assert names.are_unchanged([space])
     space["adapter"] = None
     assert not names.are_unchanged([space])
+
+
+@pytest.mark.parametrize("later", [torch.ones(3), "text", None], ids=str)
+def test_a_plain_attribute_of_a_module_replaced_by_any_value_is_a_change(later: Any) -> None:
+    """A tensor of several numbers has no single result of ==."""
+    module = nn.Linear(2, 2)
+    module.scale = 1
+    states = ModuleStates([module], BOOKKEEPING, {})
+    assert states.are_unchanged(module)
+    module.scale = later
+    assert not states.are_unchanged(module)

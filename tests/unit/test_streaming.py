@@ -132,13 +132,22 @@ def test_a_cached_pass_of_deepcache_names_every_weight_that_it_reads(
 ) -> None:
     """A weight that its units do not name would be copied by itself (alone)."""
     two_memories.copy_stream = copy_stream
-    unet = compiled_with(two_memories)
-    plain = copy.deepcopy(unet)
-    cached = compiled_with(two_memories, deepcache_interval=2, deepcache_depth=1)
-    assert plain is not None
-    call = a_call(unet)
-    for _ in range(3):
-        assert is_close_to_host(cached, call)
+    options = {"deepcache_interval": 2, "deepcache_depth": 1}
+    streamed = compiled_with(two_memories, **options)
+    twin = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL), **options)
+    times = range(981, 0, -90)
+
+    def sample(unet: Any) -> list[torch.Tensor]:
+        """The outputs of a sampling, every second of which is of a cached pass."""
+        calls = [replace(a_call(unet), timestep=torch.full((2,), float(time))) for time in times]
+        before = lib_onediff.status()["deepcache"]["cached"]
+        with lib_onediff.sampling(unet, times):
+            outputs = [served(unet, call) for call in calls]
+        assert lib_onediff.status()["deepcache"]["cached"] > before
+        return outputs
+
+    for output, expected in zip(sample(streamed), sample(twin), strict=True):
+        assert relative_error(output, expected) < ROUNDING
     assert two_memories.alone == 0
 
 

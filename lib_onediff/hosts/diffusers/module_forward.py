@@ -32,8 +32,6 @@ BEHIND_A_HOOK = "_old_forward"
 SLOTS = ("forward", BEHIND_A_HOOK)
 # The attribute in which diffusers keeps the hooks of a module.
 HOOKS = "_diffusers_hook"
-# The module of diffusers in which the forwards are defined that its hooks set.
-HOOKS_MODULE = "diffusers.hooks.hooks"
 # The names of the hooks of diffusers' group offloading. They move weights before and after a forward, and do not change
 # its result.
 MOVERS = frozenset({"group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading"})
@@ -233,7 +231,7 @@ def refuse_foreign(module: nn.Module, whose: str) -> None:
         present, *around = (hook.forward for hook in hooks_of(module))
         outermost: Any = module.__dict__.get("forward")
         around.append(outermost.__wrapped__ if is_front(outermost) else outermost)
-        foreign = next((one for one in around if not is_of_hooks(one)), None)
+        foreign = next((one for one in around if not is_of_hooks(module, one)), None)
         if foreign is not None:
             raise ValueError(f"other code has replaced {whose} forward ({foreign!r}): undo that before you compile it")
     else:
@@ -309,9 +307,11 @@ def hooks_of(module: nn.Module) -> list[Any]:
     return list(getattr(module.__dict__.get(HOOKS), "_fn_refs", None) or ())
 
 
-def is_of_hooks(forward: Any) -> bool:
-    """Whether a forward is one that diffusers' HookRegistry has set on a module."""
-    return type(forward) is functools.partial and getattr(forward.func, "__module__", "") == HOOKS_MODULE
+def is_of_hooks(module: nn.Module, forward: Any) -> bool:
+    """Whether a forward is one that diffusers' HookRegistry has set on this module, which must have one: a partial of a
+    function that is defined in the registry's file."""
+    file = type(module.__dict__[HOOKS]).__module__
+    return type(forward) is functools.partial and getattr(forward.func, "__module__", "") == file
 
 
 def only_moves(module: nn.Module) -> bool:
