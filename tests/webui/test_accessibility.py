@@ -100,7 +100,7 @@ def test_every_view_passes_axe_cuts_no_text_and_fits_the_page(
         look("accordion with an error", ACCORDION, 15)
         # What is compared is the accordion's, too.
         browser.type("#onediff_txt2img_changes :is(textarea, input)", "")
-        compare = Compare(browser)
+        compare = Compare(browser, webui)
         compare.show()
         compare.choose("compare_left", "Balanced")
         compare.run_to_end(images=2)

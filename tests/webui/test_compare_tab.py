@@ -17,9 +17,9 @@ from webui_page import choose, open_advanced, reset_accordion
 
 
 @pytest.fixture
-def compare(opened: Any) -> Compare:
+def compare(opened: Any, webui: WebUI) -> Compare:
     """The Compare page."""
-    shown = Compare(opened)
+    shown = Compare(opened, webui)
     shown.start_over()
     return shown
 

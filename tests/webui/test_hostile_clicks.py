@@ -101,7 +101,7 @@ def click_everything(page: Any, webui: WebUI) -> None:
 def compare_in_two_tabs(page: Any, webui: WebUI) -> None:
     """Double-click Compare while an image is made, in two tabs, one of them opened anew in the middle: there is one
     complete result, and both show it."""
-    compare = Compare(page)
+    compare = Compare(page, webui)
     compare.show()
     wanted = {"seed": 41, "images": 2, "width": 128, "height": 128, "steps": 10}
     before = {job["id"] for job in comparisons(webui)}

@@ -67,7 +67,7 @@ def test_the_screenshot_of_a_webui_is_drawn(request: pytest.FixtureRequest, brow
     browser.forget_size()
 
 
-def test_the_screenshots_of_the_demo_are_drawn(page: Any) -> None:
+def test_the_screenshots_of_the_demo_are_drawn(page: Any, webui: WebUI) -> None:
     """The accordion, the pages Cache and Compare, and the settings."""
     page.type("#txt2img_prompt textarea", "an owl and a rocket on a blue background")
     page.open_accordion("onediff_txt2img_accordion")
@@ -80,7 +80,7 @@ def test_the_screenshots_of_the_demo_are_drawn(page: Any) -> None:
     # It names a folder of the machine that draws.
     page.run("document.querySelector('.onediff-disk small').style.display = 'none'")
     draw(page, f"#{TAB}", "cache")
-    compare = Compare(page)
+    compare = Compare(page, webui)
     compare.show()
     compare.choose("compare_right", "Balanced")
     compare.run_to_end(prompt="an owl and a rocket on a blue background", width=256, height=256, steps=20, seed=7)

@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
+from webui_client import WebUI
 from webui_page import show_inner_page
 from webui_panel import Panel
 
@@ -26,7 +28,11 @@ return [Number(range.value), Math.round(drawn), range.ariaValueText];
 
 
 class Compare(Panel):
-    """The Compare page of an open page."""
+    """The Compare page of an open page of this WebUI."""
+
+    def __init__(self, page: Any, webui: WebUI) -> None:
+        super().__init__(page)
+        self.webui = webui
 
     def show(self) -> None:
         show_inner_page(self.page, "Compare")
@@ -75,15 +81,20 @@ class Compare(Panel):
 
     def run_to_end(self, **values: object) -> str:
         """Start a comparison, wait for its end, and return the text of its numbers."""
-        # The list keeps the last few comparisons, so its length does not say whether a new one is there.
-        before = self.shown()
+        # The server's list, because a new page shows an empty one until its first answer comes.
+        before = self.known()
         self.start(**values)
-        self.page.wait(lambda: self.shown() - before, "the end of the comparison", SECONDS)
+        (new,) = self.page.wait(lambda: self.known() - before, "the new comparison", 60)
+        self.page.wait(lambda: str(new) in self.shown(), "the end of the comparison", SECONDS)
         return self.wait_for_message("Verdict", "compare_numbers", 10)
 
     def comparisons(self, state: str) -> list[str]:
         """The lines of comparisons in the list of jobs, of those in this state."""
         return self.texts(f"#onediff_compare_jobs .onediff-job-{state}[data-onediff-kind=comparison]")
+
+    def known(self) -> set[int]:
+        """The ids of all comparisons in the server's list of jobs, in any state."""
+        return {job["id"] for job in self.webui.get("/onediff/v1/jobs")["jobs"] if job["kind"] == "comparison"}
 
     def shown(self) -> set[str]:
         """The ids of the finished comparisons in the list of jobs."""
