@@ -1,4 +1,4 @@
-"""Waits for a state on a machine that does other work too."""
+"""Loops that wait for a state, with time limits that grow with the load of the machine."""
 from __future__ import annotations
 
 import os
@@ -13,14 +13,18 @@ LEAST_SECONDS = 120.0
 
 
 def patience() -> float:
-    """How many times as long as an idle machine this one may take: it grows with the number of processes per core."""
+    """The factor by which time limits are longer than on an idle machine: three times the running processes per core,
+    and at least LEAST_PATIENCE."""
     if not hasattr(os, "getloadavg"):
         return LEAST_PATIENCE
     return max(LEAST_PATIENCE, 3 * os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def attempts(seconds: float, pause: float = 0.05, least: float = LEAST_SECONDS) -> Iterator[None]:
-    """Iterations of a loop that waits for a state. seconds: the limit on an idle machine; a busy one gets more."""
+    """Yield until the time limit, with `pause` seconds after each iteration, for a loop that waits for a state.
+
+    seconds: the limit on an idle machine, which is multiplied by patience(). least: no limit is shorter.
+    """
     began = time.monotonic()
     while time.monotonic() - began < max(seconds * patience(), least):
         yield
@@ -28,8 +32,11 @@ def attempts(seconds: float, pause: float = 0.05, least: float = LEAST_SECONDS) 
 
 
 def until(condition: Callable[[], Any], what: Any = "", seconds: float = 60, pause: float = 0.05) -> Any:
-    """The first value of condition() that is true. Raises AssertionError with `what`, a text or a function that returns
-    one, after the time limit."""
+    """Call condition() until its value is true, and return this value.
+
+    Raises AssertionError after the time limit (see attempts). what: the text of the error, or a function that returns
+    it.
+    """
     for _ in attempts(seconds, pause):
         value = condition()
         if value:

@@ -74,8 +74,11 @@ class Sites(NamedTuple):
 
 
 class Address(NamedTuple):
-    """The way to find a Site's owner after its file was imported again: the name of a module, and the path of a class
-    or object in it, "" for the module itself. is_namespace: the owner is the module's globals."""
+    """Where to find the owner of a Site after its file was imported again.
+
+    module: the module's name. path: of a class or object in it; "" for the module itself. is_namespace: whether the
+    owner is the dict of the module's globals.
+    """
 
     module: str
     path: str
@@ -138,7 +141,7 @@ def frames_of(work: Callable[[], Any]) -> list[Frame]:
     return list(found.values())
 
 
-def is_networks(frame: Frame) -> bool:
+def belongs_to_network(frame: Frame) -> bool:
     """Whether a function belongs to the network: to a host's code or to one of torch's layers."""
     file = Path(frame.code.co_filename)
     name = frame.space.get("__name__", "")
@@ -183,10 +186,10 @@ def underlying(function: Any) -> Any:
 
 
 def sites_of(work: Callable[[], Tensor], root: type) -> Sites:
-    """The sites of a network. work: calls it by the host's own code. root: the network's class, whose forward is not
-    among them."""
+    """The names on which a network's output depends. work: calls the network by the host's own code. root: the
+    network's class; its forward is left out."""
     frames = frames_of(work)
-    own = [frame for frame in frames if is_networks(frame)]
+    own = [frame for frame in frames if belongs_to_network(frame)]
     in_torch = [frame for frame in frames if frame.space.get("__name__") == "torch.nn.functional"]
     baseline = work()
 
@@ -235,7 +238,7 @@ def sites_of(work: Callable[[], Tensor], root: type) -> Sites:
 # --- objects in place of functions --------------------------------------------------------------------------------
 
 def closure(below: Any, factor: float | None) -> Any:
-    """A function that calls another one and multiplies its result by a factor; None: returns it as it is."""
+    """A function that calls another one, and multiplies its result by a factor (None: returns the result as it is)."""
     def replaced(*args: Any, **kwargs: Any) -> Any:
         made = below(*args, **kwargs)
         return made if factor is None else scaled(made, factor)
@@ -244,7 +247,7 @@ def closure(below: Any, factor: float | None) -> Any:
 
 
 class Louder:
-    """As closure, as an object."""
+    """As the function that closure() returns, as a callable object."""
 
     def __init__(self, below: Any, factor: float | None) -> None:
         self.below = below
@@ -255,7 +258,7 @@ class Louder:
 
 
 def in_place_of(below: Any, chance: random.Random, is_method: bool = False) -> Any:
-    """A replacement for a function, in one of FORMS. In one of four cases it computes the same."""
+    """A replacement for a function, in a random one of FORMS. With a probability of 1/4, it computes the same."""
     factor = None if chance.random() < 0.25 else FACTOR
     form = chance.choice(FORMS)
     made = closure(below, factor)
@@ -283,7 +286,7 @@ def body(*args: Any, **kwargs: Any) -> Any:
 
 
 def other_body(function: types.FunctionType) -> Undo:
-    """Replace the code of a function, whose object stays the same."""
+    """Replace the code of a function, whose object stays the same, by one that multiplies its result by FACTOR."""
     code = function.__code__
     defaults = function.__defaults__
     kwdefaults = function.__kwdefaults__

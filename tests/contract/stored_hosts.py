@@ -1,4 +1,4 @@
-"""Forge Neo with a checkpoint whose weights are stored in 4 or 8 bits."""
+"""Forge Neo with checkpoints whose weights are quantized to 4 or 8 bits."""
 from __future__ import annotations
 
 import contextlib
@@ -23,7 +23,8 @@ E5M2 = "float8_e5m2"
 
 
 class FileFormat(NamedTuple):
-    """kind: the format's name in a file, or its class in GGUF. options: how its weights are made."""
+    """kind: the format's name in a file; for GGUF, the name of its class. options: arguments of the layer's read(),
+    which quantizes a weight."""
 
     kind: str
     options: dict[str, Any]
@@ -45,16 +46,19 @@ FORMATS = {
 
 
 class StoredNeo(FamilyHost):
-    """Forge Neo with a checkpoint that store() changes. plain: the beginnings of the paths of layers that a file leaves
-    in 16 or 32 bits."""
+    """Forge Neo with a checkpoint that store() quantizes. plain: path prefixes of the layers that checkpoint files
+    leave in 16 or 32 bits."""
 
     plain: tuple[str, ...] = ("x_embedder", "final_layer.linear", "input_blocks.0", "out.", "time_embed")
 
     def store(
         self, name: str, disabled: tuple[str, ...] = DISABLED, only: tuple[str, ...] = ("",), **options: Any
     ) -> None:
-        """Store the weights of the checkpoint's linear layers in this format. disabled: see the WebUI's
-        mixed_precision_ops. only: the beginnings of the paths of the layers that are stored so."""
+        """Quantize the weights of the checkpoint's linear layers.
+
+        name: a key of FORMATS. disabled: formats in which the GPU cannot multiply, so that layers decode their weights.
+        only: path prefixes of the layers to quantize. options: replace those of the format.
+        """
         file_format = FORMATS[name]
         is_gguf = name.startswith("GGUF")
         layers = self.gguf.Linear if is_gguf else self.mixed(disabled)
@@ -83,8 +87,8 @@ class StoredNeo(FamilyHost):
 
     @contextlib.contextmanager
     def as_stored(self) -> Iterator[None]:
-        """A context in which the WebUI computes with the numbers in the file, and rounds no inputs; INT8 is
-        multiplied as usual."""
+        """A context in which the WebUI multiplies inputs by decoded weights, and does not quantize the inputs. INT8 is
+        the exception: its inputs are quantized as usual."""
         decodes = {layer: layer._full_precision_mm for layer in self.unet.modules() if hasattr(layer, "quant_format")}
         try:
             for layer in decodes:
@@ -99,7 +103,7 @@ class StoredNeo(FamilyHost):
 
 
 class Moved(StoredNeo):
-    """A WebUI whose generations begin with a latent that is multiplied by `moved`."""
+    """A WebUI whose generations begin with a latent that was multiplied by `moved`."""
 
     moved = 1.0
 
@@ -128,8 +132,8 @@ class StoredUNet(Moved):
 
 
 def sensitivity(host: Any) -> float:
-    """The largest relative error of the WebUI's own latent if the generation begins with a latent that is up to
-    2 * MOVED_BY larger or smaller."""
+    """How far rounding may change the final latent: its largest relative difference if the initial latent is made up to
+    2 * MOVED_BY larger or smaller. Call it with OneDiff off, for the WebUI's own sensitivity."""
     expected = host.generate().latent
     found = 0.0
     for step in (-2, -1, 1, 2):
@@ -140,12 +144,13 @@ def sensitivity(host: Any) -> float:
 
 
 def stored_bits(host: Any) -> dict[str, Tensor]:
-    """Copies of all tensors of the network, as bytes; see tensors_of."""
+    """Copies of all tensors of the network (tensors_of) as bytes, by name."""
     return {name: one.clone().reshape(-1).view(torch.uint8) for name, one in tensors_of(host)}
 
 
 def tensors_of(host: Any) -> list[tuple[str, Tensor]]:
-    """The tensors that the network computes with, by name. A weight in few bits has its values and its scales."""
+    """(name, tensor) for each tensor that the network computes with. A quantized weight has one for its stored numbers,
+    and one for each of its scales."""
     found: list[tuple[str, Tensor]] = []
     for name, parameter in host.unet.named_parameters():
         if isinstance(parameter, host.tensors.QuantizedTensor):

@@ -1,4 +1,5 @@
-"""Forge Neo's Anima: the inputs, changes and modules that our forward does not compute are left to the host."""
+"""Forge Neo's Anima: calls whose inputs, replaced functions or modules our forward does not support are computed by the
+host's own forward."""
 from __future__ import annotations
 
 import functools
@@ -29,8 +30,9 @@ def host(fresh_runtime: None) -> Iterator[AnimaHost]:
 
 
 def test_a_call_whose_tensors_do_not_fit_the_network_is_refused(host: AnimaHost) -> None:
-    """Each change makes one tensor of a valid call wrong: its number of dimensions, its channels, or its batch. Without
-    the check, our forward would fail or broadcast. Class labels, which Anima does not have, are refused as well."""
+    """Each change makes one tensor of a valid call wrong: its number of dimensions, its channels, or its batch size.
+    Without the check, our forward would raise another exception or broadcast. A call with class labels, which Anima
+    does not have, is refused as well."""
     family = Animas()
     layout = FAMILIES.read(host.unet)
     call = family.example(layout, (8, 8), 2, 20, torch.randn)
@@ -47,8 +49,8 @@ def test_a_call_whose_tensors_do_not_fit_the_network_is_refused(host: AnimaHost)
 
 
 def test_a_norm_that_multiplies_by_one_plus_its_weight_is_computed_as_by_the_host(host: AnimaHost) -> None:
-    """Forge Neo's RMSNorm does so if `add` is set. It changes the host's output by more than 1 %, so that a forward
-    that multiplies by the weight alone fails."""
+    """Forge Neo's RMSNorm multiplies by 1 + weight if its attribute `add` is set. This changes the host's output by
+    more than 1 %, so that a forward that multiplies by the weight alone fails the comparison."""
     theirs = host.output()
     for module in host.unet.modules():
         if type(module).__name__ == "RMSNorm":
@@ -79,11 +81,14 @@ def with_reference(host: AnimaHost, patch: pytest.MonkeyPatch) -> None:
     ("pad_to_patch_size", lambda host, patch: double_result(patch, host.code, "pad_to_patch_size"), {}),
     ("cross_attn", lambda host, patch: double_result(patch, host.unet.blocks[1].cross_attn, "forward"), {}),
 ])
-def test_only_calls_with_something_that_our_forward_does_not_compute_are_left_to_the_host(
+def test_only_calls_with_unsupported_inputs_or_replaced_functions_are_computed_by_the_host(
     host: AnimaHost, reason: str, change: Any, arguments: Any
 ) -> None:
-    """change: replaces a function or sets an option of the host during the call. arguments: added to the call. reason:
-    a part of the reason in the status."""
+    """Unsupported calls alternate with plain ones, which OneDiff must still compute.
+
+    change: replaces a function, or sets an option of the host, during the call. arguments: added to the call.
+    reason: a part of the reason in the status.
+    """
     def changed() -> Tensor:
         with pytest.MonkeyPatch.context() as patch:
             if change is not None:
@@ -94,14 +99,15 @@ def test_only_calls_with_something_that_our_forward_does_not_compute_are_left_to
 
 
 def wrap_function(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
-    """Replace a function as forge-couple does: by one with the names of the original (functools.wraps), around torch's
-    decorator no_grad."""
+    """Replace a function by 1.5 times its result, as forge-couple does: by a wrapper with the original's names
+    (functools.wraps) and torch's decorator no_grad."""
     function = getattr(owner, name)
     patch.setattr(owner, name, functools.wraps(function)(torch.no_grad()(lambda *given: 1.5 * function(*given))))
 
 
 def double_attention_of_each_block(patch: pytest.MonkeyPatch, host: AnimaHost) -> None:
-    """Replace a method on each block's attention, as an extension for PAG does."""
+    """Replace a method on the instance of each block's self-attention, as an extension for PAG (perturbed-attention
+    guidance) does."""
     for block in host.unet.blocks:
         operation = block.self_attn.torch_attention_op
         patch.setitem(vars(block.self_attn), "torch_attention_op", lambda *given, of=operation: 2 * of(*given))
@@ -123,9 +129,10 @@ BY_NAME: dict[str, Callable[[AnimaHost, pytest.MonkeyPatch], object]] = {
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_a_function_of_the_host_that_is_replaced_after_our_first_call_is_noticed(host: AnimaHost, name: str) -> None:
-    """The first call compares our output with the host's; later calls do not. Our forward does not call the replaced
-    function, so each call with the replacement must be the host's, and the reason names this module as its owner."""
+def test_calls_in_which_a_function_of_the_host_is_replaced_are_computed_by_the_host(host: AnimaHost, name: str) -> None:
+    """The function is replaced after the first call, which compares our output with the host's. Our forward does not
+    call this function, so the host must compute each call with the replacement, and the reason must name this test's
+    module as its owner. name: a key of BY_NAME."""
     def replaced() -> Tensor:
         with pytest.MonkeyPatch.context() as patch:
             BY_NAME[name](host, patch)
@@ -148,7 +155,8 @@ def test_a_function_of_the_host_that_is_replaced_after_our_first_call_is_noticed
 def test_a_network_with_an_unknown_module_or_value_is_refused(
     host: AnimaHost, reason: str, path: str, value: Any
 ) -> None:
-    """path: of the module, parameter or attribute that is replaced by value. Our forward would ignore it."""
+    """Our forward would ignore the module or value. path: of the module, parameter or attribute that is replaced by
+    `value`. reason: a part of the Refusal's message."""
     replace_part(host.unet, path, value)
     with pytest.raises(Refusal, match=reason):
         FAMILIES.read(host.unet)

@@ -1,5 +1,5 @@
-"""Step policies in every WebUI: they need the prompt's rows of each call and the sampler, which each WebUI
-tells in its own way."""
+"""Step policies (DeepCache, skipping the negative prompt) in every WebUI: they need to know which rows of a batch are
+the prompt's, and which sampler is used. Each WebUI passes these in a different way."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -29,8 +29,8 @@ class Sampler12(Sampler):
 
 
 class Step(NamedTuple):
-    """A UNet call of a sampling: the arguments of the WebUI's apply_model, and its result. is_early: whether OneDiff
-    computed the prompt's rows alone."""
+    """A UNet call of a sampling: the arguments of the WebUI's apply_model, and its result. is_skipped: whether OneDiff
+    skipped the negative prompt, and computed the prompt's rows alone."""
 
     latent: Tensor
     sigma: float
@@ -38,14 +38,14 @@ class Step(NamedTuple):
     options: dict[str, Any]
     control: dict[str, list[Tensor]] | None
     prediction: Tensor
-    is_early: bool
+    is_skipped: bool
 
 
 class Guided:
-    """Samplings with guidance, as each WebUI's own code makes them.
+    """Samplings with classifier-free guidance, in which each WebUI's own code calls the UNet.
 
     images: their number.
-    marks: for each part of a call's rows, 0 for the prompt or 1 for the negative prompt.
+    marks: 0 (prompt) or 1 (negative prompt) for each part of a call's batch; a part has a row for each image.
     """
 
     sampler: type[Sampler12] = Sampler12
@@ -121,19 +121,19 @@ class Guided:
         adapter.after_run(p)
 
     def by_host(self, step: Step) -> Tensor:
-        """The prediction of the WebUI's own UNet for a call; of the prompt's rows alone, repeated, if OneDiff
-        skipped the others."""
+        """The prediction of the WebUI's own UNet for a call. If OneDiff skipped the negative prompt, the prediction for
+        the prompt's rows alone, twice."""
         rows = slice(None)
         options = step.options
         control = step.control
-        if step.is_early:
+        if step.is_skipped:
             rows = self.rows
             if options:
                 options = {**options, "cond_or_uncond": [0]}
             control = control and {part: [value[rows] for value in values] for part, values in control.items()}
         with self.host.no_gradients():
             found = self.apply_model(step.latent[rows], step.sigma, step.context[rows].clone(), options, control)
-        return found.repeat(2, 1, 1, 1) if step.is_early else found
+        return found.repeat(2, 1, 1, 1) if step.is_skipped else found
 
 
 class SimpleParams:
@@ -146,7 +146,7 @@ def check_the_last_half_skips_the_negative_prompt(guided: Guided) -> None:
     """OneDiff computes the prompt's rows alone in the last half of the steps, and every step's prediction is close to
     the WebUI's own for the same rows."""
     steps = list(guided.steps())
-    assert [step.is_early for step in steps] == [False] * 6 + [True] * 6, runtime.status()["guidance"]["reason"]
+    assert [step.is_skipped for step in steps] == [False] * 6 + [True] * 6, runtime.status()["guidance"]["reason"]
     assert runtime.status()["guidance"]["reason"] == "" and runtime.guard.faults == []
     assert runtime.status()["route"] == "plain"
     batches = {entry.key.batch for entry in runtime.table.entries() if "vae decode" not in entry.key.inputs}
@@ -157,8 +157,8 @@ def check_the_last_half_skips_the_negative_prompt(guided: Guided) -> None:
 
 
 def reason_for_skipping_nothing(guided: Guided) -> str:
-    """The status's reason, after a sampling that skipped the negative prompt at no step."""
-    assert not any(step.is_early for step in guided.steps())
+    """Why the negative prompt is not skipped, from the status after a sampling. Asserts that no step skipped it."""
+    assert not any(step.is_skipped for step in guided.steps())
     reason = str(runtime.status()["guidance"]["reason"])
     assert reason.startswith("Skipping the negative prompt is inactive: ") and runtime.guard.faults == []
     return reason.removeprefix("Skipping the negative prompt is inactive: ")
@@ -166,7 +166,9 @@ def reason_for_skipping_nothing(guided: Guided) -> str:
 
 @pytest.mark.parametrize("images", [1, 2])
 def test_the_last_half_of_the_steps_skips_the_negative_prompt(host: Host, images: int) -> None:
-    """With one image and two, with the negative prompt's rows first and last, and with residuals of a ControlNet."""
+    """Each step's prediction must be close to the WebUI's own for the same rows. On A1111, the conditions are those of
+    SDXL (dictionaries). On the Forge family, one image has residuals of a ControlNet, and with two images the negative
+    prompt's rows come first."""
     guided = Guided(host, images)
     if host.name == "a1111":
         # SDXL's conditions are dictionaries; the WebUI has padded the negative prompt after the callback.
@@ -190,7 +192,8 @@ def test_the_last_half_of_the_steps_skips_the_negative_prompt(host: Host, images
 def test_the_negative_prompt_is_not_skipped_if_the_options_do_not_identify_the_prompts_rows(
     host: Host, marks: list[int], options: dict[str, Any], reason: str
 ) -> None:
-    """marks: see Guided. options: replace transformer_options of the call."""
+    """On the Forge family, transformer_options describe the rows. marks: 0 (prompt) or 1 (negative prompt) for each row
+    of the call. options: replace entries of transformer_options. reason: a part of the reason in the status."""
     guided = Guided(host, 1, marks)
     guided.options = options
     guided.start()
@@ -202,11 +205,15 @@ def test_the_negative_prompt_is_not_skipped_if_the_options_do_not_identify_the_p
     (2, 1, 3, "AND joins several prompts"), (1, 1, 1, "one after the other"), (1, 1, 3, "neither the prompt nor"),
     (1, 1, 2, "other prompts"), (0, 0, 2, "own sampling loop"),
 ])
-def test_the_negative_prompt_is_not_skipped_if_a1111s_rows_are_not_two_for_each_image(
+def test_the_negative_prompt_is_not_skipped_if_the_callback_of_a1111_does_not_describe_the_rows(
     host: Host, conds: int, negatives: int, batch: int, reason: str
 ) -> None:
-    """conds, negatives: rows of prompts in A1111's CFGDenoiserParams; 0: the callback is never called. batch: the
-    call's rows."""
+    """A1111's callback before each step gets CFGDenoiserParams, with the conditions of the prompt and of the negative
+    one.
+
+    conds, negatives: the rows of these conditions; 0: the callback is never called. batch: the rows of the UNet call.
+    reason: a part of the reason in the status.
+    """
     guided = Guided(host, 1, [0] * batch)
     guided.start()
     prompts = random(conds, 77, CONTEXT_WIDTH, seed=4)
@@ -220,7 +227,7 @@ def test_the_negative_prompt_is_not_skipped_if_a1111s_rows_are_not_two_for_each_
 
 
 class Euler(Sampler12):
-    """A sampler that adds no noise between its steps."""
+    """A sampler with Euler's function, which DeepCache supports: it adds no noise between its steps."""
 
     def sample_euler(self, model: Any, x: Any, sigmas: Any) -> None:
         """The sampling function. OneDiff reads its name, and nothing calls it."""
@@ -229,8 +236,8 @@ class Euler(Sampler12):
 
 
 def is_inactive_for_few_steps(host: Host, **generation: Any) -> bool:
-    """Whether DeepCache is inactive in a sampling of 12 steps, because the model seems to be a few-step model.
-    generation: attributes of p."""
+    """Whether DeepCache is inactive in a sampling of 12 steps, because its CFG scale is that of a few-step model.
+    generation: attributes of the WebUI's processing object p."""
     guided = Guided(host)
     guided.sampler = Euler
     guided.generation = generation
@@ -245,8 +252,8 @@ def is_inactive_for_few_steps(host: Host, **generation: Any) -> bool:
 
 
 def test_deepcache_is_inactive_for_few_step_models(host: Host) -> None:
-    """They are recognised by the CFG scale. Forge's second pass has a scale of 1 by default, which only counts if the
-    pass has a checkpoint of its own."""
+    """A low CFG scale marks a few-step model (such as Lightning). The second pass of Hires. fix has its own scale,
+    hr_cfg, which Forge sets to 1 by default: it only counts if this pass has a checkpoint of its own."""
     assert is_inactive_for_few_steps(host, cfg_scale=1.5) and not is_inactive_for_few_steps(host, cfg_scale=7.0)
     second: dict[str, Any] = {"is_hr_pass": True, "cfg_scale": 7.0, "hr_cfg": 1.0}
     assert not is_inactive_for_few_steps(host, hr_checkpoint_info=None, **second)

@@ -1,4 +1,5 @@
-"""Fixtures for the tests on a GPU. By default, calls are a warm-up: kernels are measured before their first use."""
+"""Fixtures for the tests on a GPU. By default, calls are a warm-up, as in pre-warming: kernels are compiled and
+measured before their first use."""
 from __future__ import annotations
 
 import sys
@@ -60,7 +61,7 @@ def unet() -> Iterator[Any]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the tests of memory first. The memory of graphs depends on workspaces that matrix libraries keep after other
-    tests, and on the attention that was chosen in them."""
+    tests, and on the attention kernels that were chosen in those tests."""
     items.sort(key=lambda item: item.path.name != "test_budget.py")
 
 

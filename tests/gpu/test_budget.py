@@ -1,4 +1,5 @@
-"""The memory of graphs on a real GPU stays within the budget, is as large as rows show, and is freed in time."""
+"""The memory of CUDA graphs on a real GPU: it stays within the budget, is as large as the Cache page shows, and is
+freed by a purge."""
 from __future__ import annotations
 
 import gc
@@ -35,7 +36,7 @@ SIDES = {"512x512": SMALL, "768x512": MIDDLE}
 
 @torch.no_grad()
 def check_calls(unet: nn.Module, size: tuple[int, int], calls: int = 3) -> None:
-    """Make several calls; the last one must have the right output."""
+    """Make several calls of this size. The output of the last one must be close to the host's."""
     given = inputs(unet, *size, 2, 77, torch.float16)
     for _ in range(calls):
         output = unet(**given).sample
@@ -43,14 +44,14 @@ def check_calls(unet: nn.Module, size: tuple[int, int], calls: int = 3) -> None:
 
 
 def reserved() -> int:
-    """The bytes that torch keeps reserved after its unused memory was returned to the driver."""
+    """The bytes that torch's allocator reserves after it has returned its unused memory to the driver."""
     gc.collect()
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved()
 
 
 def row(size: tuple[int, int]) -> Any:
-    """The table's row of this size, as the settings tab shows it."""
+    """The row of this size in the Cache page's table."""
     [found] = [row for row in runtime.rows() if row.resolution == f"{size[0]}x{size[1]}"]
     return found
 
@@ -63,8 +64,8 @@ def states() -> dict[str, str]:
 def test_purging_a_row_of_the_table_frees_the_bytes_that_it_showed(
     unet: nn.Module, order: tuple[tuple[int, int], ...]
 ) -> None:
-    """order: in which the sizes are captured. They share memory, so that the largest is purged first. The remaining
-    sizes stay usable."""
+    """Graphs share memory, so the sizes are purged from the largest to the smallest. After each purge, the remaining
+    sizes are still replayed, with outputs close to the host's. order: in which the sizes are captured."""
     for size in order:
         check_calls(unet, size)
     for largest, rest in ((LARGE, ("768x512", "512x512")), (MIDDLE, ("512x512",)), (SMALL, ())):
@@ -86,8 +87,8 @@ def test_purging_a_row_of_the_table_frees_the_bytes_that_it_showed(
 
 @torch.no_grad()
 def test_the_graphs_of_a_hundred_random_sizes_stay_within_the_memory_budget(unet: nn.Module) -> None:
-    """As ADetailer inpaints faces: each has a new size that is hardly ever used again. The budget is what one large
-    size needs, and 4 MiB. A pinned size keeps its graph."""
+    """ADetailer makes such calls: each face that it inpaints has a new size, which is hardly ever used again. The
+    budget is the memory of one large size's graph plus 4 MiB. A pinned size keeps its graph."""
     check_calls(unet, LARGE)
     needs = row(LARGE).needs
     runtime.purge()
@@ -110,7 +111,8 @@ def test_the_graphs_of_a_hundred_random_sizes_stay_within_the_memory_budget(unet
 
 
 def test_the_peak_memory_of_a_call_is_measured_without_resetting_torchs_peak(unet: nn.Module) -> None:
-    """torch's own peak is larger here, because of a tensor that is already freed."""
+    """The reference is torch's own peak in the same call, after a reset. Before our measurement, a tensor that is freed
+    at once raises torch's peak; this peak, which A1111 shows below images, must stay as it is."""
     device = torch.device("cuda", torch.cuda.current_device())
     given = inputs(unet, 512, 512, 2, 77, torch.float16)
     call = lambda: host(unet, given)  # noqa: E731
@@ -130,8 +132,8 @@ def test_the_peak_memory_of_a_call_is_measured_without_resetting_torchs_peak(une
 
 
 def test_freeing_memory_does_not_break_another_extensions_capture(unet: nn.Module) -> None:
-    """torch refuses to free memory while any thread captures a graph: the refusal must not reach the caller, and the
-    other thread's capture must end without an error. OneDiff can free its own graph afterwards."""
+    """While any thread captures a graph, torch raises if memory is to be freed: this error must not reach the caller,
+    and the other thread's capture must end without an error. OneDiff can free its own graph afterwards."""
     check_calls(unet, SMALL)
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream()

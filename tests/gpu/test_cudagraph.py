@@ -1,4 +1,5 @@
-"""Graphs on a real GPU, by the backend cudagraph or the automatic choice, against the model's own forward."""
+"""CUDA graphs on a real GPU, by the backend cudagraph or the automatically chosen one: their outputs are compared with
+the model's own forward."""
 from __future__ import annotations
 
 import gc
@@ -25,7 +26,8 @@ MIB = 2**20
 
 
 def replayed(unet: nn.Module, given: dict[str, Any], calls: int = 3) -> Tensor:
-    """The output of the last of several calls: without a graph, without one and then captured, replayed."""
+    """The output of the last of several calls, which must be replayed. Of the three calls by default, the first two run
+    without a graph, which is captured after the second."""
     with torch.no_grad():
         for _ in range(calls):
             output = unet(**given, return_dict=False)[0]
@@ -34,8 +36,9 @@ def replayed(unet: nn.Module, given: dict[str, Any], calls: int = 3) -> Tensor:
 
 
 def test_each_replay_reads_the_inputs_of_its_call_and_changes_no_earlier_output(tiny: nn.Module) -> None:
-    """With residuals of a ControlNet and without. A graph has inputs and outputs at fixed addresses: without copies, a
-    replay would compute with old inputs, or overwrite an output that the caller still has."""
+    """Calls with and without residuals of a ControlNet alternate. A graph has its inputs and outputs at fixed
+    addresses: without copies, a replay would compute with old inputs, or overwrite an output that the caller still
+    has."""
     given = arguments(tiny)
     shapes = residual_shapes(tiny, given)
     compile_unet(tiny)
@@ -65,8 +68,9 @@ def change_by_moving(unet: nn.Module) -> None:
         parameter.mul_(1.05)
 
 
-def test_weights_that_were_moved_and_edited_are_read_at_the_next_call(tiny: nn.Module) -> None:
-    """A graph would read the old addresses. For other edits, see test_edits_replayed.py."""
+def test_weights_that_were_moved_and_edited_take_effect_at_the_next_call(tiny: nn.Module) -> None:
+    """The weights move to the CPU and back to other addresses, and are multiplied by 1.05. A graph that is kept would
+    read the old addresses. For other edits, see test_edits_replayed.py."""
     compile_unet(tiny)
     given = arguments(tiny)
     replayed(tiny, given)
@@ -93,8 +97,9 @@ def requested_bytes() -> int:
 
 
 def test_binding_sdxl_adds_less_than_64_mib_and_ten_compilations_leak_nothing() -> None:
-    """Binding joins weights that are multiplied as one, without a second copy of them. After uncompile_unet(), the same
-    bytes are allocated as before, and the weights are the same to the bit."""
+    """Binding prepares a UNet's weights for our forward: those that one product multiplies are joined, without a second
+    copy. After each of ten rounds of compile_unet(), calls and uncompile_unet(), as many bytes are allocated as before
+    the first; in the end, the weights are the same to the bit."""
     unet = random_unet("sdxl", torch.device("cuda")).half()
     given = arguments(unet, 256, 256)
     before = {name: value.clone().cpu() for name, value in unet.state_dict().items()}
@@ -121,8 +126,8 @@ def test_binding_sdxl_adds_less_than_64_mib_and_ten_compilations_leak_nothing() 
 
 
 def test_the_graphs_of_twelve_sizes_share_memory() -> None:
-    """All of SDXL's usual sizes together need less than 600 MiB beside the peak of the host's own forward; each with
-    memory of its own would need several GiB."""
+    """The graphs of twelve common sizes of SDXL together need less than 600 MiB above the peak of the host's own
+    forward. Graphs that do not share memory would need several GiB."""
     unet = random_unet("sdxl", torch.device("cuda")).half()
     sizes = [(1024, 1024), (832, 1216), (1216, 832), (896, 1152), (1152, 896), (768, 1344), (1344, 768), (640, 1536),
              (1536, 640), (960, 720), (1280, 1280), (512, 512)]
@@ -142,8 +147,8 @@ def test_the_graphs_of_twelve_sizes_share_memory() -> None:
 
 
 def test_a_precision_switch_that_changes_between_calls_takes_effect_at_the_next_one() -> None:
-    """A graph captured with TF32 would be replayed with it. TF32 keeps ten bits of each factor; without it, float32 is
-    exact to 1e-5."""
+    """allow_tf32 is switched off after a graph was captured with it. The next output must be within 1e-5 of the host's
+    in full float32; a replay of the graph would still use TF32, which keeps only ten bits of each factor."""
     unet = random_unet("tiny-sdxl", torch.device("cuda")).float()
     found = torch.backends.cuda.matmul.allow_tf32
     given = {

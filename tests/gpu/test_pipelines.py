@@ -1,4 +1,4 @@
-"""Whole images on a GPU in half precision, by diffusers pipelines that get embeddings."""
+"""Whole images on a GPU in half precision, by diffusers pipelines that get embeddings instead of prompts."""
 from __future__ import annotations
 
 from typing import Any
@@ -23,7 +23,7 @@ NAMES = ["StableDiffusionPipeline", "StableDiffusionXLPipeline"]
 
 @pytest.fixture(autouse=True)
 def warming_up() -> None:
-    """The calls are not a warm-up, in which every step would compute the whole UNet."""
+    """Replaces the fixture of conftest.py, so that calls are no warm-up: in a warm-up, DeepCache would skip nothing."""
 
 
 def pipeline(name: str, dtype: torch.dtype) -> Any:
@@ -56,9 +56,9 @@ def latents(pipe: Any, **arguments: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_our_latents_error_is_not_above_the_pipelines_own_in_float16(name: str) -> None:
-    """reference: the pipeline's latents in float32. Our error may be a quarter larger than the pipeline's. Every image
-    is the same to the bit as one before with the same seed, and uncompiled the pipeline's own."""
+def test_in_float16_the_error_of_our_latents_is_at_most_1_25_times_that_of_the_pipeline(name: str) -> None:
+    """Errors are relative to the latents of the uncompiled pipeline in float32. Two further images with the same seed
+    are equal to the bit. After uncompile_pipe(), the latents equal those before compile_pipe() to the bit."""
     size = {"width": 256, "height": 256, "num_inference_steps": 8}
     reference = latents(pipeline(name, torch.float32), **size)
     pipe = pipeline(name, torch.float16)
@@ -83,7 +83,7 @@ DEEPCACHE = {"deepcache_interval": 3, "deepcache_depth": 2}
 
 
 def with_kernels(pipe: Any) -> Any:
-    """The pipeline, after its kernels were compiled."""
+    """The pipeline, after an image in a warm-up, which compiles and chooses its kernels."""
     with runtime.warming_up():
         latents(pipe, **PICTURE)
     return pipe
@@ -97,8 +97,8 @@ def counts() -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("backend", ["native", "cudagraph"])
 def test_with_deepcache_every_step_of_the_second_image_is_replayed(backend: str) -> None:
-    """Five full passes and five cached ones. The images with the same seed are close, and from the second on the same
-    to the bit."""
+    """DeepCache computes the ten steps as five full passes and five cached ones. The first two of three images with the
+    same seed are close, and the last two are equal to the bit."""
     pipe = pipeline(NAMES[1], torch.float16)
     with_kernels(compile_pipe(pipe, ignores=("vae",), backend=backend, **DEEPCACHE))
     first = latents(pipe, **PICTURE)
@@ -109,8 +109,9 @@ def test_with_deepcache_every_step_of_the_second_image_is_replayed(backend: str)
     assert torch.equal(latents(pipe, **PICTURE), second)
 
 
-def test_with_deepcache_images_stay_right_after_memory_is_freed_or_weights_are_moved() -> None:
-    """The graphs and the deep hidden states that they share are made and dropped together."""
+def test_with_deepcache_latents_stay_close_after_memory_is_freed_or_weights_are_moved() -> None:
+    """The reference is an image before. Graphs of full and of cached passes share the deep hidden states, and must be
+    made and dropped together with them: otherwise a cached pass would read states of freed memory."""
     pipe = pipeline(NAMES[0], torch.float16)
     with_kernels(compile_pipe(pipe, ignores=("vae",), **DEEPCACHE))
     first = [latents(pipe, **PICTURE) for _ in range(2)][-1]

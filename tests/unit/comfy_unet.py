@@ -17,8 +17,8 @@ from lib_onediff.families.unet.call import Control, UNetCall
 
 @torch.no_grad()
 def patched_output(unet: Any, call: UNetCall, options: dict[str, Any] | None = None) -> Tensor:
-    """ldm's UNet with the functions in transformer_options, called as Forge's own forward calls them, and with the
-    residuals that the call's Control describes."""
+    """The output of ldm's UNet for a call with its ControlNet residuals (call.control). options: transformer_options,
+    whose functions are called as Forge's own forward calls them."""
     return Comfy(unet, call, options or {}).run()
 
 
@@ -125,6 +125,7 @@ def added(h: Tensor, residuals: tuple[Tensor | None, ...]) -> Tensor:
 
 
 def attended(query: Tensor, key: Tensor, value: Tensor, extra: dict[str, Any]) -> Tensor:
-    """Attention over (batch, tokens, heads * width), for functions that replace the host's."""
+    """Attention over (batch, tokens, heads * width); extensions call it in the functions by which they replace the
+    host's attention."""
     heads = [rearrange(part, "b t (h d) -> b h t d", h=extra["n_heads"]) for part in (query, key, value)]
     return rearrange(functional.scaled_dot_product_attention(*heads), "b h t d -> b t (h d)")

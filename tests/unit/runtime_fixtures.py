@@ -20,8 +20,8 @@ torch.set_num_threads(1)
 
 
 def seed() -> None:
-    """torch.manual_seed(0). Without a GPU, torch would also collect a seed call, with its stack, for every kind of GPU;
-    that is skipped."""
+    """torch.manual_seed(0). Without a GPU, only the CPU's generator is seeded: torch would also store a deferred seed
+    call, with its stack, for every kind of GPU."""
     if torch.cuda.is_available():
         torch.manual_seed(0)
     else:
@@ -29,7 +29,7 @@ def seed() -> None:
 
 
 def remember_nothing() -> None:
-    """The runtime has no cache folder, as in a new process."""
+    """Detach the runtime from its cache folder, as in a new process: no history, and no stored tuning results."""
     runtime.services.history = History()
     runtime.tuning_cache.attach(runtime.history.tuned, runtime.history.tune)
 
@@ -58,7 +58,7 @@ def fresh_runtime() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_machine_is_too_slow() -> Iterator[None]:
-    """The host is timed once for each shape; tests of ratios use host_timed_often."""
+    """The host's forward is timed only once for each shape. Tests of speedups use host_timed_often instead."""
     # Not by the tests' own monkeypatch, which would then be undone after all of their fixtures.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify, "SECONDS_TO_TIME_THE_HOST", -1.0)
@@ -67,5 +67,5 @@ def no_machine_is_too_slow() -> Iterator[None]:
 
 @pytest.fixture
 def host_timed_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host is timed ENOUGH times for a ratio, however busy the machine is."""
+    """The host's forward is timed ENOUGH times to show a speedup, however slow it is on a busy machine."""
     monkeypatch.setattr(verify, "SECONDS_TO_TIME_THE_HOST", math.inf)

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_flatten
 
 
 class Tape(TorchDispatchMode):
-    """Records torch's operators. replay() calls them again, and copies their outputs to the addresses of the first
-    ones."""
+    """Records the calls of torch's operators. replay() repeats them, and copies each output into the memory of the
+    recorded one."""
 
     def __init__(self) -> None:
         super().__init__()

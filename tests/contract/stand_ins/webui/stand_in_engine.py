@@ -14,7 +14,10 @@ CPU = torch.device("cpu")
 
 
 def code_of(file: str, namespace: dict[str, Any], *changes: tuple[str, str]) -> None:
-    """Run a file of another WebUI's stand-in in this namespace, after these changes of its text."""
+    """Execute a file of another WebUI's stand-in in a namespace.
+
+    file: relative to the folder stand_ins. changes: (before, after), replaced in the file's source first.
+    """
     namespace["__file__"] = path = str(Path(__file__).parents[1] / file)
     source = Path(path).read_text()
     for before, after in changes:
@@ -23,8 +26,8 @@ def code_of(file: str, namespace: dict[str, Any], *changes: tuple[str, str]) -> 
 
 
 def in_own_classes(network: nn.Module, namespace: dict[str, Any]) -> None:
-    """Classes with the names of ldm's, derived from them, because each WebUI has its own copy of that code. namespace:
-    of the WebUI's file."""
+    """Change the class of each ldm module in the network to a subclass with the same name, since each WebUI has its own
+    copy of ldm's code. namespace: the globals of the WebUI's file, to which the subclasses are added."""
     for module in network.modules():
         kind = type(module)
         if kind.__module__.partition(".")[0] == "ldm":
@@ -36,7 +39,7 @@ def walk(
     unet: Any, x: Tensor, embedding: Tensor, context: Tensor, control: Any, apply_control: Callable[..., Tensor],
     stage: Callable[..., Tensor], output_block_patches: Any, block_modifiers: Any = (),
 ) -> Tensor:
-    """The loop of a UNet's forward; stage(module, h, emb, context) runs one of its blocks."""
+    """The forward of a UNet: the loops over its blocks. stage(module, h, emb, context) runs one of them."""
     emb = unet.time_embed(embedding)
     h = x
     skips: list[Tensor] = []
@@ -55,7 +58,8 @@ def walk(
 
 
 def popped(h: Tensor, control: Any, name: str) -> Tensor:
-    """Adds a ControlNet's residual, as every WebUI's apply_control does."""
+    """Add the next ControlNet residual of this part to h, and remove it from control[name], as apply_control does in
+    every WebUI."""
     residual = control[name].pop() if control and control.get(name) else None
     return h if residual is None else h + residual
 
@@ -73,8 +77,8 @@ def attention_of_pixels(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def merged(weight: Tensor, patches: Any) -> Tensor:
-    """A weight after these patches, (strength, value, strength of the model, offset, ...). offset: (axis, first, count)
-    for a part of the weight; None for all of it."""
+    """The weight with patches merged into it. Each patch is (strength, value, strength of the model, offset, ...).
+    offset: (axis, first, count) for a part of the weight; None for all of it."""
     for strength, what, _, part, *_ in patches:
         if part is not None:
             weight = weight.clone()
@@ -94,7 +98,8 @@ def merged(weight: Tensor, patches: Any) -> Tensor:
 
 
 def parameters_of(layer: Any, x: Tensor) -> list[Any]:
-    """The weight and the bias with which a layer computes: cast to the input's dtype, after the functions on them."""
+    """The weight and the bias with which a layer computes: cast to the input's dtype (if the layer casts), and then
+    changed by the layer's functions and online LoRAs."""
     casts = getattr(layer, "parameters_manual_cast", False) or getattr(layer, "ldm_patched_cast_weights", False)
     found: list[Any] = []
     for name in ("weight", "bias"):
@@ -134,9 +139,10 @@ class KModel(nn.Module):
 
 
 class ModelPatcher:
-    """Merges patches as new parameters with the originals put aside, or adds them to the layers (online).
+    """Applies LoRA patches to a model: merges them into new parameters, or lets the layers apply them at every call
+    (online_mode).
 
-    originals: the parameters that were put aside, shared by all clones.
+    originals: the parameters before merging, by path; shared by all clones.
     """
 
     def __init__(self, model: Any, originals: dict[str, nn.Parameter]) -> None:
@@ -165,7 +171,7 @@ class ModelPatcher:
         self.model_options["transformer_options"].setdefault("patches", {})["output_block_patch"] = [patch]
 
     def patch_model(self) -> None:
-        """Make the model's weights those of this patcher."""
+        """Undo the patches that the model has, and apply those of this patcher."""
         for key in list(self._originals):
             self.put(key, self._originals.pop(key))
         for layer in self.model.modules():
@@ -179,7 +185,7 @@ class ModelPatcher:
                 self.put(key, nn.Parameter(self.merged(key, weight, patches), requires_grad=False))
 
     def merged(self, key: str, weight: Any, patches: list[Any]) -> Tensor:
-        """A parameter after these patches, in the dtype in which it is stored."""
+        """A parameter with these patches merged into it, in the dtype in which it is stored."""
         return merged(weight.float(), patches).to(weight.dtype)
 
     def put(self, key: str, value: Any) -> None:
@@ -198,7 +204,7 @@ class ModelPatcher:
 
 
 class ComfyPatcher(ModelPatcher):
-    """Adds functions to layers. Its backups of merged weights are in the patcher itself."""
+    """Applies online patches by functions in the layers' lists. The parameters before merging are in its `backup`."""
 
     def __init__(self, model: Any) -> None:
         self.backup: dict[str, Any] = {}
@@ -217,7 +223,7 @@ class ComfyPatcher(ModelPatcher):
 
 
 class LowVramPatch:
-    """ComfyUI's function that applies a patcher's patches."""
+    """ComfyUI's function for a layer's list: merges the patches of the parameter `key` into the weight that it gets."""
 
     def __init__(self, key: str, patches: Any) -> None:
         self.key = key
@@ -287,7 +293,7 @@ class ForgeObjects:
 
 
 class Engine:
-    """A loaded checkpoint, which has the same patcher in three attributes."""
+    """A loaded checkpoint. Three of its attributes hold the same model patcher."""
 
     def __init__(self, patcher: Any, vae: VAE) -> None:
         self.forge_objects = ForgeObjects(patcher, vae)

@@ -1,4 +1,4 @@
-"""Neo's layers for files that may store every layer in another format."""
+"""Neo's layers for checkpoint files in which each layer may be stored in a different format."""
 from __future__ import annotations
 
 from collections.abc import Collection
@@ -19,8 +19,12 @@ FORMATS = {
 
 
 def mixed_precision_ops(disabled: Collection[str] = (), dimensions: int = 3) -> Any:
-    """The classes of layers. disabled: the formats in which the GPU does not multiply; layers decode these weights, and
-    do not round their inputs. dimensions: inputs with more dimensions are not rounded; later releases have no limit."""
+    """A namespace of layer classes.
+
+    disabled: formats in which the GPU cannot multiply. Layers with such weights decode them, and do not quantize their
+    inputs.
+    dimensions: inputs with more dimensions are not quantized. Later releases have no limit.
+    """
 
     class MixedPrecisionOps(ForgeOperations):
         class Linear(nn.Module):
@@ -28,7 +32,8 @@ def mixed_precision_ops(disabled: Collection[str] = (), dimensions: int = 3) -> 
             bias_function: Any = ()
 
             def read(self, quant_format: str, **options: Any) -> None:
-                """Store the present weight as a file in this format does."""
+                """Quantize the weight, as if it had been read from a file in this format. options: of the layout's
+                quantize()."""
                 self.quant_format = quant_format
                 self.layout_type = FORMATS[quant_format][0]
                 self._full_precision_mm = quant_format in disabled
@@ -62,7 +67,7 @@ def mixed_precision_ops(disabled: Collection[str] = (), dimensions: int = 3) -> 
                 return weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
 
             def set_weight(self, weight: Tensor) -> Tensor:
-                """Store a merged weight in this layer's format."""
+                """A merged weight, quantized in the format of this layer."""
                 own: Any = self.weight
                 if not isinstance(own, QuantizedTensor):
                     return weight.to(own.dtype)

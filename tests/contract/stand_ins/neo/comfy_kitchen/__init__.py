@@ -6,13 +6,13 @@ from torch import Tensor
 
 
 def apply_rope_split_half(heads: Tensor, rotary: Tensor) -> Tensor:
-    """Rotates pairs of one number of the first half and one of the second half."""
+    """Rotate the pairs (x[i], x[width / 2 + i]) of each head by complex numbers."""
     turned = torch.complex(*heads.float().chunk(2, dim=-1)) * rotary
     return torch.cat([turned.real, turned.imag], dim=-1).to(heads.dtype)
 
 
 def apply_rope(query: Tensor, key: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotates pairs of two adjacent numbers."""
+    """Rotate the pairs (x[2 * i], x[2 * i + 1]) of each head by complex numbers."""
     return turned_pairs(query, rotary), turned_pairs(key, rotary)
 
 

@@ -1,4 +1,4 @@
-"""Runs work in the calling thread, as if it were the main one."""
+"""Forge's main thread: here, functions run in the calling thread."""
 from __future__ import annotations
 
 from typing import Any

@@ -11,7 +11,7 @@ __all__ = ["EmbedND", "apply_rope", "timestep_embedding"]
 
 
 def timestep_embedding(t: Tensor, dim: int) -> Tensor:
-    """The sinusoids of noise levels from 1 to 0: (batch,) to (batch, dim)."""
+    """The sinusoidal embedding of noise levels between 1 and 0: (batch,) -> (batch, dim)."""
     place = torch.arange(dim // 2, dtype=torch.float32, device=t.device) / (dim // 2)
     angles = (1000.0 * t)[:, None].float() * torch.exp(-math.log(10000.0) * place)
     return torch.cat([angles.cos(), angles.sin()], dim=-1).to(t)
@@ -25,8 +25,8 @@ class EmbedND(nn.Module):
         self.axes_dim = axes_dim
 
     def forward(self, ids: Tensor) -> Tensor:
-        """The rotary embedding of positions: (batch, tokens, axes) to (batch, 1, tokens, dim / 2), complex numbers of
-        absolute value 1."""
+        """The rotary embedding of positions, as complex numbers of absolute value 1: (batch, tokens, axes) -> (batch,
+        1, tokens, dim / 2)."""
         angles = []
         for axis, width in enumerate(self.axes_dim):
             exponents = torch.arange(0, width, 2, dtype=torch.float64, device=ids.device) / width

@@ -18,15 +18,15 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 @dataclass(frozen=True)
 class Params:
-    """The parameters of a layout. scale: a factor of the values. orig_dtype, orig_shape: those of the
-    decoded tensor."""
+    """The parameters with which a layout decodes its stored numbers. scale: multiplies them. orig_dtype, orig_shape:
+    those of the decoded tensor."""
 
     scale: Any
     orig_dtype: torch.dtype
     orig_shape: tuple[int, ...]
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Any:
-        """A copy in which this function was applied to each tensor."""
+        """A copy in which each tensor is replaced by change(tensor)."""
         tensors = {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return dataclasses.replace(self, **tensors)
 
@@ -51,7 +51,8 @@ class NVFP4Params(Params):
 
 
 class TensorWiseINT8Layout:
-    """INT8 with one scale, or one for each row. Products round each row of their input."""
+    """INT8 with one scale for the tensor, or one for each row. A product quantizes each row of its input to INT8
+    too."""
 
     Params = INT8Params
 
@@ -67,7 +68,7 @@ class TensorWiseINT8Layout:
 
     @classmethod
     def again(cls, params: INT8Params) -> dict[str, Any]:
-        """The options of from_float for a tensor like one with these parameters."""
+        """The options with which quantize() makes a tensor of the same kind as the one with these parameters."""
         return {
             "per_channel": params.scale.dim() > 0, "convrot": params.convrot, "group": params.convrot_groupsize,
         }
@@ -92,7 +93,7 @@ class TensorWiseINT8Layout:
 
 
 class TensorCoreFP8Layout:
-    """Float8 with one scale. A product in float8 has such a tensor as its input too, rounded with one scale."""
+    """Float8 with one scale for the tensor. In a float8 product, the input is such a tensor as well."""
 
     Params = Params
     dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
@@ -129,7 +130,7 @@ class TensorCoreFP8E5M2Layout(TensorCoreFP8Layout):
 
 
 class TensorCoreMXFP8Layout(TensorCoreFP8Layout):
-    """Float8 with a power of two as the scale of each block of 32 numbers. Sizes are padded."""
+    """Float8 with a power of two as the scale of each block of 32 numbers. Both sizes are padded to whole blocks."""
 
     Params = BlockParams
     block = 32
@@ -150,7 +151,8 @@ class TensorCoreMXFP8Layout(TensorCoreFP8Layout):
 
 
 class TensorCoreNVFP4Layout(TensorCoreMXFP8Layout):
-    """Two 4-bit floats in a byte. Each block of 16 has an 8-bit scale, and the tensor has one more."""
+    """Two 4-bit floats in each byte. Each block of 16 numbers has a float8 scale; a scale of the tensor multiplies
+    these."""
 
     Params = NVFP4Params
     block = 16
@@ -185,7 +187,7 @@ def in_integers(numbers: Tensor, scale: Tensor) -> Tensor:
 
 
 def rotated(rows: Tensor, group: int) -> Tensor:
-    """Multiplies each group of a row's numbers by an orthogonal, symmetric matrix of signs."""
+    """ConvRot: multiply each group of a row's numbers by an orthogonal, symmetric Hadamard matrix."""
     if rows.shape[-1] % group:
         raise ValueError(f"groups of {group} do not divide {rows.shape[-1]}")
     four = 1.0 - 2.0 * torch.eye(4).flip(0)
@@ -208,7 +210,7 @@ def decoded(value: Any) -> Any:
 
 
 class QuantizedTensor(Tensor):
-    """A tensor without memory of its own."""
+    """A tensor with the shape and dtype of the decoded numbers, over the stored ones (_qdata) and their parameters."""
 
     _qdata: Tensor
     _layout_cls: str

@@ -1,4 +1,4 @@
-"""reForge's layers: ComfyUI's, with lists of functions for weight and bias."""
+"""reForge's layers, which are ComfyUI's: each has a list of functions for its weight, and one for its bias."""
 from __future__ import annotations
 
 from stand_in_engine import code_of
