@@ -252,8 +252,8 @@ def is_inactive_for_few_steps(host: Host, **generation: Any) -> bool:
 
 
 def test_deepcache_is_inactive_for_few_step_models(host: Host) -> None:
-    """A low CFG scale marks a few-step model (such as Lightning). The second pass of Hires. fix has its own scale,
-    hr_cfg, which Forge sets to 1 by default: it only counts if this pass has a checkpoint of its own."""
+    """A CFG scale of at most 2 marks a few-step model (such as Lightning). The second pass of Hires. fix has its own
+    scale, hr_cfg, which Forge sets to 1 by default: it only counts if this pass has a checkpoint of its own."""
     assert is_inactive_for_few_steps(host, cfg_scale=1.5) and not is_inactive_for_few_steps(host, cfg_scale=7.0)
     second: dict[str, Any] = {"is_hr_pass": True, "cfg_scale": 7.0, "hr_cfg": 1.0}
     assert not is_inactive_for_few_steps(host, hr_checkpoint_info=None, **second)

@@ -26,8 +26,9 @@ def handlers(page: gradio.Blocks) -> list[dict[str, Any]]:
     return page.get_config_file()["dependencies"]
 
 
-def test_nothing_of_the_tab_gets_into_the_hosts_defaults_or_api(seen: Seen) -> None:
-    """A WebUI saves the components of a page in ui-config.json, and gradio lists handlers in its API."""
+def test_no_component_of_the_onediff_tab_is_saved_in_ui_config_json_or_listed_in_the_api(seen: Seen) -> None:
+    """By default, a WebUI saves the components of a page in ui-config.json, and gradio lists their handlers in its
+    API."""
     tab = tab_of(seen)
     saved = (gradio.Textbox, gradio.Dropdown, gradio.Button, gradio.Number, gradio.Checkbox)
     ours = [block for block in tab.blocks.values() if isinstance(block, saved)]
@@ -36,8 +37,8 @@ def test_nothing_of_the_tab_gets_into_the_hosts_defaults_or_api(seen: Seen) -> N
 
 
 def test_a_dropdown_accepts_a_value_that_is_no_longer_among_its_choices(seen: Seen) -> None:
-    """A page that was loaded before a purge may send a model that is gone: the handler answers, and gradio does not
-    raise."""
+    """A page that was loaded before a purge may send a model that is gone ("gone" here): gradio must not raise, and the
+    handler selects "All models"."""
     every = [*tab_of(seen).blocks.values(), *page_of().blocks.values()]
     lists = [one for one in every if isinstance(one, gradio.Dropdown)]
     assert len(lists) > 3 and all(one.preprocess("gone") == "gone" for one in lists)
@@ -45,9 +46,9 @@ def test_a_dropdown_accepts_a_value_that_is_no_longer_among_its_choices(seen: Se
     assert shown[4] == gradio.update(choices=["All models"], value="All models")
 
 
-def test_no_handler_waits_in_gradios_queue(seen: Seen) -> None:
-    """If a page is closed while a queued generator runs, gradio 3 never ends its connection, and the WebUI cannot
-    reload its UI."""
+def test_no_handler_uses_the_queue_of_gradio_or_is_a_generator(seen: Seen) -> None:
+    """If a page is closed while a queued generator runs, gradio 3 never ends the connection, and the WebUI cannot
+    reload its UI. Both the OneDiff tab and a page with the accordion are checked."""
     page = page_of()
     for blocks in (tab_of(seen), page):
         # What fills a component when the page loads is gradio's own, and no generator either.
@@ -61,7 +62,7 @@ def both_statuses() -> tuple[str, str]:
 
 
 def page_of() -> gradio.Blocks:
-    """A page with the accordion, connected by the component that changes after a generation."""
+    """A page with the accordion, which is connected to the component that the WebUI changes after a generation."""
     with gradio.Blocks() as page:
         _, built = accordion.build_accordion("txt2img", both_statuses, lambda *given: Settings())
         made = gradio.Textbox(visible=False, elem_id="generation_info_txt2img")

@@ -1,4 +1,4 @@
-"""The markup of the Cache page."""
+"""The HTML of the Cache page: its line of totals, its table, its list of sizes, and its queue."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -27,13 +27,14 @@ def test_the_line_of_totals_counts_resolutions_by_state_and_calls_by_route() -> 
 
 
 def test_the_totals_show_the_low_bit_error_of_each_checkpoint_beside_its_limit() -> None:
+    """Without a measured error, they say that no layer of the checkpoint uses 8 bits."""
     errors = [LowBitErrors("SDXL", 0.02, 0.01234, ()), LowBitErrors("SD1", 0.0, None, ())]
     said = text_of(cache_table.totals_html(replace(TOTALS, low_bit_errors=errors), [], [], None))
     assert "Low-bit on this SDXL checkpoint: error 1.2e-02, limit 2.0e-02" in said
     assert "Low-bit on this SD1 checkpoint: no layer uses 8 bits" in said
 
 
-def test_table_has_a_row_per_resolution_with_its_shapes_below() -> None:
+def test_the_table_has_a_row_for_each_resolution_with_its_shapes_below() -> None:
     rows = [ROW, replace(ROW, resolution="64x64", shapes=(SHAPE, replace(SHAPE, batch=1)))]
     markup = cache_table.resolutions_html(rows)
     text = text_of(markup)
@@ -43,7 +44,7 @@ def test_table_has_a_row_per_resolution_with_its_shapes_below() -> None:
     assert 'value="512x768 SD1" aria-label="Select 512x768 of SD1"' in markup
 
 
-def test_names_are_escaped() -> None:
+def test_names_and_reasons_with_markup_are_escaped_in_the_html() -> None:
     evil = "<script>alert('x')</script>\""
     row = replace(ROW, model=evil, reason=evil, resolution=evil, shapes=(replace(SHAPE, reason=evil, dtype=evil),))
     job = Job(PREWARM, evil, evil, state="failed", reason=evil)
@@ -60,8 +61,8 @@ def test_without_a_gpu_no_graph_memory_and_no_vram_are_shown() -> None:
 
 
 def test_rows_are_sorted_by_the_clicked_heading_and_unknown_values_come_last() -> None:
-    """sort is a heading and whether it descends. Without a heading, or with an unknown one, the last used rows come
-    first."""
+    """sort: a heading, and whether the order is descending. Without a heading, or with an unknown one, the most
+    recently used rows come first."""
     rows = [
         replace(ROW, resolution=name, step_ms=step, last_used=used)
         for name, step, used in (("64x64", 2.0, 1.0), ("512x512", None, 3.0), ("72x64", 1.0, 2.0))
@@ -76,13 +77,15 @@ def test_rows_are_sorted_by_the_clicked_heading_and_unknown_values_come_last() -
     assert 'aria-sort="descending" class="onediff-number"' in markup and "Step ▼" in markup
 
 
-def test_only_a_queued_row_has_a_cancel_button() -> None:
+def test_only_a_row_whose_pre_warming_is_queued_has_a_cancel_button() -> None:
     queued = replace(ROW, state="queued")
     markup = cache_table.resolutions_html([queued, replace(ROW, resolution="64x64")], jobs={"512x768 SD1": 7})
     assert markup.count('data-onediff-job="7" aria-label="Cancel: 512x768 of SD1"') == 1 == markup.count(">Cancel<")
 
 
-def test_used_sizes_come_first_and_sizes_that_take_minutes_show_how_many() -> None:
+def test_in_the_list_of_sizes_used_ones_come_first_and_slow_ones_show_how_long_they_take() -> None:
+    """The time is the estimate for pre-warming: shown from minutes on, and with > if it is only a lower bound
+    (is_least)."""
     usual = [UsualSizes("SD 1.5", ("SD1",), ("512x512", "256x256", "1024x1024"))]
     estimates = {
         Size(512, 512): Estimate(59.0), Size(1024, 1024): Estimate(245.0),
@@ -93,15 +96,16 @@ def test_used_sizes_come_first_and_sizes_that_take_minutes_show_how_many() -> No
     assert 'title="about 4 min on this machine"' in markup and 'title="used, more than 6.7 h on this machine"' in markup
 
 
-def test_the_table_shows_no_more_than_most_rows_and_counts_the_others() -> None:
-    """Each row has two bodies: its own, and the one of its shapes."""
+def test_the_table_shows_a_limited_number_of_rows_and_says_how_many_more_there_are() -> None:
+    """The limit is MOST_ROWS. Each row has two <tbody> elements: its own, and the one of its shapes."""
     rows = [replace(ROW, resolution=f"{64 + 8 * number}x64") for number in range(cache_table.MOST_ROWS + 3)]
     markup = cache_table.resolutions_html(rows)
     assert markup.count("<tbody>") == 2 * cache_table.MOST_ROWS and "3 more: choose a model" in markup
 
 
 def test_rows_are_filtered_by_model_and_the_last_used_come_first() -> None:
-    """A size that is queued for the first time comes first, since it was never used. A decode belongs to no model."""
+    """A size that is queued and was never used (last_used is 0) comes before all others. The row of VAE decodes adds no
+    entry to the list of models."""
     queued = replace(ROW, resolution="72x64", model="SDXL", last_used=0.0, state="queued", shapes=())
     rows = [replace(ROW, last_used=1.0), replace(ROW, resolution="64x64", last_used=2.0), queued]
     decode = replace(ROW, model="VAE decoder", shapes=(replace(SHAPE, tokens=0),))
@@ -110,7 +114,7 @@ def test_rows_are_filtered_by_model_and_the_last_used_come_first() -> None:
         assert [row.resolution for row in cache_table.selected(rows, model)] == shown
 
 
-def test_the_queue_counts_the_sizes_that_wait_or_are_being_made_ready() -> None:
+def test_the_queue_counts_the_sizes_that_wait_or_are_being_pre_warmed() -> None:
     states = ("done", "failed", "cancelled", "queued", "running", "queued")
     jobs = [Job(PREWARM, "64x64", state=state) for state in states]
     for last, said in ((3, "Queue empty"), (4, "Queue 1 size"), (5, "Queue 2 sizes"), (6, "Queue 3 sizes")):
@@ -118,7 +122,7 @@ def test_the_queue_counts_the_sizes_that_wait_or_are_being_made_ready() -> None:
         assert said in line, line
 
 
-def test_an_unknown_share_of_calls_by_a_graph_is_a_dash_and_none_is_0_percent() -> None:
+def test_the_share_of_calls_served_by_a_graph_is_a_dash_if_unknown_and_0_percent_if_zero() -> None:
     unknown = text_of(cache_table.totals_html(replace(TOTALS, hit_rate=None), [], [], None))
     assert "Served by a graph –" in unknown and "Served by a graph 0 %" in text_of(
         cache_table.totals_html(replace(TOTALS, hit_rate=0.0), [], [], None)

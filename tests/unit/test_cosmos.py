@@ -1,5 +1,5 @@
-"""diffusers' CosmosTransformer3DModel (Cosmos-Predict2 and Anima), computed by OneDiff: the same output as by its own
-forward."""
+"""diffusers' CosmosTransformer3DModel (Cosmos-Predict2 and Anima), computed by OneDiff: its output is close to that of
+the model's own forward."""
 from __future__ import annotations
 
 from functools import partial
@@ -43,7 +43,8 @@ def call(height: int = 6, width: int = 10, batch: int = 2, frames: int = 1) -> d
 
 @torch.no_grad()
 def ours(unet: Any, given: dict[str, Any]) -> Tensor:
-    """The sample of a call, computed by our forward, after a check that it is the host's."""
+    """The output of our forward for a call. Asserts that our forward computed it, and that it is within 1e-5 of the
+    output of diffusers' own forward."""
     output = unet(**given)
     expected = own_forward(unet)(**given)
     assert relative_error(output.sample, expected.sample) < 1e-5 and type(output) is type(expected)
@@ -53,7 +54,8 @@ def ours(unet: Any, given: dict[str, Any]) -> Tensor:
 
 @pytest.mark.parametrize("config", [{}, ONE_PIXEL, {"concat_padding_mask": False}, {"in_channels": 5}], ids=str)
 def test_outputs_are_close_to_diffusers_and_an_edit_takes_effect_at_the_next_call(config: dict[str, Any]) -> None:
-    """ours() compares each output with diffusers' own forward, before and after a weight is edited in place."""
+    """The reference is diffusers' own forward (see ours), before and after weights are edited in place. config:
+    replaces values of SMALL; with 5 channels, the last one is a condition mask."""
     unet = lib_onediff.compile_unet(network(**config))
     for size in ((6, 10, 1), (14, 2, 2), (16, 24, 2)):
         given = call(*size)
@@ -66,7 +68,8 @@ def test_outputs_are_close_to_diffusers_and_an_edit_takes_effect_at_the_next_cal
 
 
 def test_loras_are_computed_in_our_forward_and_uncompiling_restores_the_transformer() -> None:
-    """ours() compares with diffusers' own forward. ignores leaves the transformer without any attribute of ours."""
+    """The reference is diffusers' own forward (see ours). compile_pipe() with ignores=["transformer"] adds no attribute
+    to the transformer."""
     peft = pytest.importorskip("peft")
     unet = network()
     attributes = dict(vars(unet))
@@ -97,18 +100,19 @@ def test_loras_are_computed_in_our_forward_and_uncompiling_restores_the_transfor
     (IN_CALL, {"encoder_hidden_states": (None,)}, "several"), (IN_CALL, {"padding_mask": None}, "could not compute"),
 ], ids=lambda value: "" if isinstance(value, dict) else value)
 @torch.no_grad()
-def test_unsupported_calls_are_computed_by_the_original_forward(
+def test_unsupported_networks_and_calls_are_computed_by_the_original_forward(
     where: str, change: dict[str, Any], reason: str
 ) -> None:
-    """where: what is changed, the configuration, a block, or a call. check_left_to_the_host asserts the host's output
-    and the reason."""
+    """The output, or the error, must equal that of diffusers' own forward. where: whether the configuration of the
+    network, a block, or the arguments of the call are changed. reason: a part of the reason in the status."""
     check_left_to_the_host(network, "transformer_blocks.1", call(), where, change, reason)
 
 
 @pytest.mark.parametrize(("folder", "name"), [("Anima-2B", "Anima"), ("Predict2-2B", "Cosmos")])
 @torch.no_grad()
 def test_the_status_names_the_model_by_its_folder(folder: str, name: str, tmp_path: Path) -> None:
-    """Anima and Cosmos are the same network."""
+    """Anima and Cosmos have the same class, so the status uses the name of the folder from which the model was
+    loaded."""
     network().save_pretrained(tmp_path / folder / "transformer")
     unet = code.CosmosTransformer3DModel.from_pretrained(tmp_path / folder / "transformer")
     ours(lib_onediff.compile_unet(unet.requires_grad_(False)), call())

@@ -1,5 +1,5 @@
-"""IP-Adapters, FreeU, PAG and other attention processors of a diffusers UNet are computed, or called,
-by our forward."""
+"""IP-Adapters, FreeU, PAG and other attention processors of a diffusers UNet: our forward computes them itself, or
+calls their functions."""
 from __future__ import annotations
 
 from typing import Any
@@ -80,13 +80,13 @@ def both(unet: Any, embeddings: list[Tensor] | None = None, seed: int = 0, **oth
 
 
 def added(what: str) -> bool:
-    """Whether our forward itself computed an addition with these words in the last call."""
+    """Whether the last call was computed by our forward alone, with an addition whose name contains these words."""
     key = runtime.call_stats.last_call.entry.key
     return lib_onediff.status()["route"] == "plain" and not key.patches and any(what in one for one in key.additions)
 
 
 def within(reason: str) -> bool:
-    """Whether our forward called functions of others in the last call, with these words in the reason."""
+    """Whether our forward computed the last call, with these words in the reason: it names functions that it called."""
     status = lib_onediff.status()
     return status["route"] == "plain" and reason in status["reason"]
 
@@ -94,8 +94,9 @@ def within(reason: str) -> bool:
 @pytest.mark.parametrize("kinds", [("plain",), ("plus",), ("plain", "plus")], ids="+".join)
 @pytest.mark.parametrize("config", [SMALL, SD1, SMALL_XL], ids=["small", "SD1", "XL"])
 def test_with_ip_adapters_our_output_is_close_to_diffusers(config: dict[str, Any], kinds: tuple[str, ...]) -> None:
-    """added(...): our forward computes the image prompt itself. Embeddings of zeros must give another output, and
-    unloading the first one again."""
+    """Our forward computes the image prompts itself (see added). Embeddings of zeros must change the output, and after
+    unloading the adapters, it must equal the output before loading them. kinds: the image projection of each
+    adapter."""
     unet = lib_onediff.compile_unet(diffusers_unet(**config))
     plain = served(unet, a_call(unet))
     load_ip_adapters(unet, *kinds)
@@ -111,7 +112,8 @@ def test_with_ip_adapters_our_output_is_close_to_diffusers(config: dict[str, Any
 
 @pytest.mark.parametrize("config", [SD1, SMALL_XL], ids=["SD1", "XL"])
 def test_with_freeu_our_output_is_close_to_diffusers_and_disabling_it_restores_ours(config: dict[str, Any]) -> None:
-    """within(...): our forward calls FreeU's functions."""
+    """Our forward calls FreeU's functions (see within). After disable_freeu(), the output equals the one before to the
+    bit."""
     unet = lib_onediff.compile_unet(diffusers_unet(**config))
     call = a_call(unet, 16, 16)
     plain = served(unet, call)
@@ -125,20 +127,21 @@ def test_with_freeu_our_output_is_close_to_diffusers_and_disabling_it_restores_o
     assert torch.equal(served(unet, a_call(unet, 16, 16)), plain)
 
 
-@pytest.mark.parametrize("processor", ["all", "one"])
-def test_an_ip_adapter_is_computed_only_in_attentions_with_a_scale_above_0(processor: str) -> None:
-    """InstantStyle uses an adapter in some blocks only. The status says in how many attentions it is computed."""
+@pytest.mark.parametrize("zero", ["all but one", "one"])
+def test_an_ip_adapter_is_computed_only_in_attentions_with_a_scale_above_0(zero: str) -> None:
+    """InstantStyle uses an adapter in some blocks only. The status says in how many attentions it is computed. zero:
+    how many attentions have a scale of 0."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
     load_ip_adapters(unet, "plain")
     adapters = [one for one in unet.attn_processors.values() if hasattr(one, "to_k_ip")]
-    for one in adapters[:1] if processor == "one" else adapters[1:]:
+    for one in adapters[:1] if zero == "one" else adapters[1:]:
         one.scale = [0.0]
     output, expected = both(unet, images("plain"))
-    count = len(adapters) - 1 if processor == "one" else 1
+    count = len(adapters) - 1 if zero == "one" else 1
     assert relative_error(output, expected) < CLOSE and added(f"in {count} attentions")
 
 
-def test_a_call_without_the_ip_adapters_image_raises_diffusers_exception() -> None:
+def test_a_call_without_the_image_of_the_ip_adapter_raises_the_exception_of_diffusers() -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
     load_ip_adapters(unet, "plain")
     with pytest.raises(TypeError):
@@ -146,8 +149,8 @@ def test_a_call_without_the_ip_adapters_image_raises_diffusers_exception() -> No
     assert "passes no image_embeds" in lib_onediff.status()["reason"]
 
 
-def test_two_masked_image_prompts_are_close_to_diffusers() -> None:
-    """Each has a mask and a scale of its own. Our forward computes no masks: it calls diffusers' processor."""
+def test_with_two_masked_image_prompts_our_output_is_close_to_diffusers() -> None:
+    """Each image prompt has its own mask and scale. Our forward computes no masks: it calls diffusers' processor."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
     load_ip_adapters(unet, "plain", scale=[0.3, 0.9])
     masks = torch.zeros(1, 2, 64, 64)
@@ -157,7 +160,8 @@ def test_two_masked_image_prompts_are_close_to_diffusers() -> None:
 
 
 def test_the_inputs_of_a_graph_include_image_prompts() -> None:
-    """Copying another call of the same shape into them replaces the image prompts."""
+    """A graph computes from copies of the first call's inputs, into which later calls are copied. After a second call
+    with other image prompts is copied, the output from these copies must be close to diffusers' output of that call."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
     load_ip_adapters(unet, "plain", "plus")
     calls = []
@@ -181,8 +185,8 @@ def test_the_inputs_of_a_graph_include_image_prompts() -> None:
 
 @pytest.mark.parametrize("change", ["scale", "adapter's weights", "other adapter", "image"])
 def test_image_prompts_are_computed_again_after_a_change(change: str) -> None:
-    """Their keys and values are kept from call to call. After each change, the output must be another one, and close to
-    diffusers'."""
+    """Our forward keeps the keys and values of image prompts from call to call. After each change, the output must
+    differ from the one before, and be close to diffusers' own."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
     load_ip_adapters(unet, "plain")
     given = images("plain")
@@ -203,15 +207,15 @@ def test_image_prompts_are_computed_again_after_a_change(change: str) -> None:
 
 
 class Twice:
-    """An attention processor that is not diffusers'."""
+    """An attention processor that is no class of diffusers: it gives twice the projected values, without attention."""
 
     def __call__(self, attn: Any, hidden_states: Tensor, *others: Any, **more: Any) -> Tensor:
         return 2 * attn.to_out[0](attn.to_v(hidden_states))
 
 
 @pytest.mark.parametrize("name", ["Twice", "AttnProcessor2_0"], ids=["own name", "name of a plain one"])
-def test_a_processor_that_is_not_diffusers_is_called(name: str) -> None:
-    """Also if its class has the name of a class of diffusers: it is known by identity."""
+def test_an_attention_processor_of_another_package_is_called_by_our_forward(name: str) -> None:
+    """name: of its class. With the name of a class of diffusers, it must not be taken for that class."""
     unet = diffusers_unet(**SMALL)
     lib_onediff.compile_unet(unet)
     plain = both(unet)[0]
@@ -222,9 +226,9 @@ def test_a_processor_that_is_not_diffusers_is_called(name: str) -> None:
 
 
 @pytest.mark.parametrize("guidance", ["PAGIdentitySelfAttnProcessor2_0", "PAGCFGIdentitySelfAttnProcessor2_0"])
-def test_perturbed_attention_guidance_is_close_to_diffusers(guidance: str) -> None:
-    """Its processor is called by our forward, for one attention. The batch has three parts: negative prompt, prompt,
-    and perturbed prompt."""
+def test_with_perturbed_attention_guidance_our_output_is_close_to_diffusers(guidance: str) -> None:
+    """Our forward calls the attention processor of the guidance in one attention. guidance: the processor's class. The
+    batch of 6 has room for the negative prompt, the prompt, and the prompt with perturbed attention."""
     from diffusers.models import attention_processor
 
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))

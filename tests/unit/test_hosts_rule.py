@@ -1,5 +1,9 @@
-"""The kernels that quantize rows to int8 by the hosts' rule, and rotate them, give the same integers as torch's
-operators."""
+"""The kernels that quantize rows to int8 by the hosts' rule, against torch's operators.
+
+The hosts' rule is how Forge Neo quantizes the input of a layer whose weight is stored in INT8. rule: HOSTS has no
+rotation. Before quantizing, BUTTERFLIES and MATRIX rotate the rows in groups of 256 (ConvRot): by sums and differences,
+or by matrix units.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -35,8 +39,8 @@ def random(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
 
 
 def assert_same(found: QuantizedTokens, rows: Tensor, rule: Rule, moved: float = 2e-3) -> None:
-    """Check that rows (..., width) were quantized by a rule, against hosts_rows in torch. The integers may differ by
-    one. moved: the largest mean difference, because sums are computed in another order."""
+    """Check rows (..., width) that were quantized by a rule against hosts_rows(), which computes it in torch. Sums in
+    another order may change an integer by one. moved: the largest mean difference of the integers."""
     matrix = None if rule == Rule.HOSTS else quantized.hadamard(256, rows.device)
     values, scales = hosts_rows(rows.flatten(0, -2), matrix)
     assert torch.allclose(found.scales, scales, rtol=1e-5, atol=0)
@@ -47,16 +51,16 @@ def assert_same(found: QuantizedTokens, rows: Tensor, rule: Rule, moved: float =
 
 @grid(rule=RULES, dtype=TYPES, width=[256, 768, 1280], scale=[1.0, 1e-4, 300.0])
 def test_rows_are_quantized_by_the_hosts_rule(rule: Rule, dtype: torch.dtype, width: int, scale: float) -> None:
-    """Forge Neo's rule for the inputs of layers with INT8 weights, with its rotations (rule), as hosts_rows computes it
-    in torch. One row is of zeros."""
+    """The reference is hosts_rows() in torch: the scales are close, and the integers differ by at most one. One row has
+    only zeros. scale: multiplies the rows."""
     rows = random(3, 5, width, dtype=dtype) * scale
     rows[0, 1] = 0
     assert_same(rounding.rounded(rows, INT8, rule=rule), rows, rule)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_small_integers_are_quantized_to_the_same_integers_as_by_torchs_operators(rule: Rule) -> None:
-    """The kernel and torch rotate small integers without an error, so that the results must be equal."""
+def test_rows_of_small_integers_are_quantized_to_the_same_int8_numbers_as_by_torch(rule: Rule) -> None:
+    """Small integers are rotated without a rounding error, so that the kernel and torch must give equal results."""
     rows = torch.randint(-3, 4, (4, 512)).to(DEVICE, HALF)
     rotation = 0 if rule == Rule.HOSTS else 256
     weight = QuantizedWeight(torch.zeros(1, 512, dtype=torch.int8, device=DEVICE), torch.ones(1, 1), rotation)
@@ -66,16 +70,16 @@ def test_small_integers_are_quantized_to_the_same_integers_as_by_torchs_operator
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_gelus_output_is_quantized_by_the_hosts_rule(rule: Rule) -> None:
+def test_the_output_of_gelu_is_quantized_by_the_hosts_rule(rule: Rule) -> None:
     rows = random(5, 768)
     written = native_tokens.gelu(rows.clone())
     assert_same(rounding.rounded(rows, INT8, gelu=True, rule=rule), written, rule)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_gelu_is_also_written_in_the_models_dtype(rule: Rule) -> None:
-    """One kernel writes the output in int8, and over its input in the model's dtype. Both equal those of the kernels
-    that write one of them."""
+def test_one_kernel_writes_the_output_of_gelu_in_int8_and_in_the_dtype_of_the_model(rule: Rule) -> None:
+    """The output in the model's dtype replaces the input. Both outputs equal those of the kernels that write only one
+    of them."""
     rows = random(5, 512)
     written, rounded = native_tokens.gelu(rows.clone()), rounding.rounded(rows, INT8, gelu=True, rule=rule)
     found = rounding.gelu_and_rounded(rows, rule)
@@ -84,17 +88,17 @@ def test_a_gelu_is_also_written_in_the_models_dtype(rule: Rule) -> None:
 
 
 @grid(rule=RULES, dtype=TYPES, width=[256, 1280, 2560])
-def test_a_geglus_output_is_quantized_by_the_hosts_rule(rule: Rule, dtype: torch.dtype, width: int) -> None:
+def test_the_output_of_geglu_is_quantized_by_the_hosts_rule(rule: Rule, dtype: torch.dtype, width: int) -> None:
     hidden = random(2, 5, 2 * width, dtype=dtype)
     assert_same(rounding.geglu(hidden, INT8, rule), native_tokens.geglu(hidden), rule)
 
 
 @grid(rule=RULES, dtype=TYPES, width=[256, 1280, 768], whole=[True, False])
-def test_a_layer_norms_output_is_quantized_by_the_hosts_rule(
+def test_the_output_of_a_layer_norm_is_quantized_by_the_hosts_rule(
     rule: Rule, dtype: torch.dtype, width: int, whole: bool
 ) -> None:
-    """Also with is_plain_too, which writes it in the model's dtype as well. whole: the residual has a deferred bias and
-    a bias."""
+    """With is_plain_too, the kernel also writes the output in the model's dtype, and the same int8 rows. whole: whether
+    the residual has a deferred bias and a bias."""
     tokens, weight, bias = random(1, 5, width, dtype=dtype), random(width, dtype=dtype), random(width, dtype=dtype)
     residual = Residual(tokens.clone(), random(width, dtype=torch.float32), bias) if whole else Residual(tokens.clone())
     summed, found = rounding.layer_norm(residual, weight, bias, 1e-5, INT8, rule=rule)
@@ -107,8 +111,8 @@ def test_a_layer_norms_output_is_quantized_by_the_hosts_rule(
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_an_adaptive_norms_output_is_quantized_by_the_hosts_rule(rule: Rule) -> None:
-    """Also with is_plain_too, which writes it in the model's dtype as well."""
+def test_the_output_of_an_adaptive_norm_is_quantized_by_the_hosts_rule(rule: Rule) -> None:
+    """With is_plain_too, the kernel also writes the output in the model's dtype, and the same int8 rows."""
     tokens, update = random(2, 7, 512, dtype=torch.float32), random(2, 7, 512)
     shift, factor, gate = random(2, 3 * 512).chunk(3, dim=1)
     given: Callable[[], Residual] = lambda: Residual(tokens.clone(), update=update, gate=gate)  # noqa: E731
@@ -122,18 +126,19 @@ def test_an_adaptive_norms_output_is_quantized_by_the_hosts_rule(rule: Rule) -> 
 
 
 def assert_both(both: QuantizedTokens, found: QuantizedTokens, written: Tensor) -> None:
-    """Check rows that were written in int8 and in the model's dtype (both) against rows that were written in int8 only
-    (found) and in the model's dtype only (written). They must be equal."""
+    """Assert that a kernel which writes rows in int8 and in the model's dtype (both) gives the same numbers as kernels
+    that write them in int8 only (found) and in the model's dtype only (written)."""
     assert both.plain is not None and torch.equal(both.plain, written)
     assert torch.equal(both.values, found.values) and torch.equal(both.scales, found.scales)
 
 
 @grid(rule=RULES, dtype=TYPES, width=[768, 512, 1280], plus_one=[True, False], modulated=[True, False])
-def test_a_root_mean_square_norms_output_is_quantized_by_the_hosts_rule(
+def test_the_output_of_a_root_mean_square_norm_is_quantized_by_the_hosts_rule(
     rule: Rule, dtype: torch.dtype, width: int, plus_one: bool, modulated: bool
 ) -> None:
-    """The update has a norm of its own. Without modulation, it has no gate. Also with is_plain_too, which writes the
-    output in the model's dtype as well."""
+    """The norm reads a residual to which a normed update is added. With is_plain_too, the kernel also writes the output
+    in the model's dtype. plus_one: whether norms multiply by 1 + weight. modulated: whether the output is scaled and
+    shifted, and the update gated."""
     tokens, update = random(2, 3, width, dtype=torch.float32), random(2, 3, width, dtype=dtype)
     factor, shift, gate = random(2, 3 * width, dtype=dtype).chunk(3, dim=1)
     norm, layer = RMSNorm("", width, 1e-5, plus_one), LayerWeights(random(width, dtype=dtype), None)
@@ -153,7 +158,8 @@ def test_a_root_mean_square_norms_output_is_quantized_by_the_hosts_rule(
 
 @grid(rule=RULES, activation=[Activation.SILU, Activation.SIGMOID, Activation.GELU], width=[512, 768])
 def test_gated_rows_are_quantized_by_the_hosts_rule(rule: Rule, activation: Activation, width: int) -> None:
-    """Numbers and gates may be parts of a wider product, whose rows are not contiguous."""
+    """numbers * activation(gates) is quantized. Both are slices of a wider product, so that their rows are not
+    contiguous."""
     product = random(2, 5, 3 * width + 16)
     numbers, gates = product[..., :width], product[..., 2 * width:3 * width]
     found = rounding.gated(numbers, gates, activation, INT8, rule)
@@ -165,7 +171,7 @@ def test_gated_rows_are_quantized_by_the_hosts_rule(rule: Rule, activation: Acti
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("strange", [float("nan"), float("inf")])
 def test_rows_with_nan_or_infinity_get_a_scale_of_nan(rule: Rule, strange: float) -> None:
-    """So that the error is in the output as well, where int8 has neither."""
+    """int8 has neither, so that the scale must carry the error into the output."""
     rows = torch.zeros(3, 768, device=DEVICE, dtype=HALF)
     rows[1, 700] = strange
     for found in (rounding.rounded(rows, INT8, rule=rule), rounding.geglu(rows.repeat(1, 2) + 1, INT8, rule)):
@@ -174,11 +180,11 @@ def test_rows_with_nan_or_infinity_get_a_scale_of_nan(rule: Rule, strange: float
 
 @pytest.mark.parametrize("rotation", [0, 256])
 @pytest.mark.parametrize("one_scale", [True, False])
-def test_the_product_with_a_quantized_weight_is_close_to_that_with_its_decoded_values(
+def test_the_product_with_a_quantized_weight_is_close_to_the_one_with_its_decoded_weight(
     rotation: int, one_scale: bool
 ) -> None:
-    """quantized_dense undoes the weight's rotation in float64. The bound, 2 %, is for the rounding of the input to
-    int8."""
+    """The reference is a product in float64 (see quantized_dense). The bound, 2 %, allows for the rounding of the input
+    to int8. rotation: the group size of the weight's rotation; 0: none. one_scale: instead of one for each row."""
     rows, width, out = 20, 512, 48
     values = torch.randint(-128, 128, (out, width), device=DEVICE).to(torch.int8)
     scales = torch.rand(1, 1 if one_scale else out, device=DEVICE) / 1000
@@ -199,12 +205,13 @@ def quantized_dense(weight: QuantizedWeight) -> Tensor:
     return (dense.unflatten(-1, (-1, 256)) @ quantized.hadamard(256, dense.device).double()).flatten(-2)
 
 
-def test_the_rule_follows_from_the_weights_rotation_and_origin() -> None:
-    """given: the weight's rotation, and whether the host's file stores it in this form. A weight that we have quantized
-    has our rule."""
+def test_the_rule_depends_on_the_rotation_of_the_weight_and_on_who_quantized_it() -> None:
+    """given: the group size of the weight's rotation (0: none), and whether the host's file stores the weight
+    quantized. Groups that are not 256 wide are rotated by another kernel. A weight that OneDiff quantized has
+    Rule.OURS."""
     values, scales = torch.zeros(16, 256, dtype=torch.int8), torch.ones(1, 1)
-    rules = {
+    rules = [
         rounding.rule_of(QuantizedWeight(values, scales, *given), torch.device("cpu"))
         for given in ((0, True), (64, True), (256, True), (0, False))
-    }
-    assert rules == {Rule.HOSTS, Rule.BUTTERFLIES, Rule.OURS}
+    ]
+    assert rules == [Rule.HOSTS, Rule.HOSTS, Rule.BUTTERFLIES, Rule.OURS]

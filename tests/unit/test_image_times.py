@@ -1,5 +1,5 @@
-"""The times of an image are means over all of its steps, compared with the WebUI's time for the steps that these
-replace."""
+"""The times of an image in the status and the table: the time of a step is the mean over all steps of the image (whole,
+cached or skipped), and the speedup compares it with the WebUI's time of a whole step."""
 from __future__ import annotations
 
 import dataclasses
@@ -31,14 +31,16 @@ SLACK = 10.0
 
 
 class Images(Adopted):
-    """Makes images with a clock that the test sets."""
+    """Makes images, and then sets the times of their passes to WHOLE_MS, CACHED_MS, ALONE_MS (prompt alone) and HOST_MS
+    (the WebUI's)."""
 
     @torch.no_grad()
     def make(
         self, size: int = 8, settings: Settings | None = None, seconds: float = 2.0, steps: Sequence[float] = STEPS,
         second_pass: Callable[[], object] = lambda: None, is_whole: bool = True,
     ) -> None:
-        """Make an image. second_pass: called after its steps."""
+        """Make an image. size: the side of the latent. seconds: the time of the image. second_pass: called after its
+        steps. is_whole: False if the image was interrupted."""
         p = SimpleNamespace()
         settings = settings or self.settings
         generation = self.runtime.generations.begin(p, settings)
@@ -85,7 +87,7 @@ def add_times(stopwatch: table.Stopwatch, milliseconds: float) -> None:
 
 
 def assert_times(times: Any, step_ms: float) -> None:
-    """Assert the times of a status or a row."""
+    """Assert the times of a status or a row: step_ms, the WebUI's HOST_MS, and their ratio."""
     of = times.get if isinstance(times, dict) else lambda name: getattr(times, name)
     assert (of("step_ms"), of("host_ms")) == (pytest.approx(step_ms, abs=SLACK), pytest.approx(HOST_MS))
     assert of("ratio") == pytest.approx(HOST_MS / of("step_ms"))
@@ -99,11 +101,11 @@ def assert_times(times: Any, step_ms: float) -> None:
      {"whole": 7, "prompt alone": 6, "forecast": 7},
      (7 * WHOLE_MS + 6 * ALONE_MS) / 20),
 ], ids=["exact", "DeepCache", "guidance end", "forecast and guidance end"])
-def test_a_steps_time_is_the_mean_over_whole_cached_and_skipped_steps(
+def test_the_time_of_a_step_is_the_mean_over_whole_cached_and_skipped_steps(
     options: dict[str, Any], steps: dict[str, int], step_ms: float, tmp_path: Path
 ) -> None:
-    """The same mean is in the status, in the size's row, and in the history on the disk. set_times() gives each kind of
-    pass its time."""
+    """The same mean is in the status, in the row of the size, and in the history on the disk. steps: the number of
+    steps of each kind. step_ms: the mean of the times that set_times() gives them."""
     images = Images(**options)
     images.runtime.history.open(tmp_path)
     images.make()
@@ -126,7 +128,8 @@ def test_a_steps_time_is_the_mean_over_whole_cached_and_skipped_steps(
 
 
 def test_images_by_the_webui_have_no_speedup_and_are_the_baseline_of_ours() -> None:
-    """host_seconds is the time of the WebUI's image of the same size, and None for another size."""
+    """host_seconds, the baseline in the status, is the time of the WebUI's last image of the same size; None without
+    one."""
     images = Images()
     images.make(settings=Settings(enabled=False), seconds=5.0)
     status = images.status()
@@ -161,8 +164,8 @@ OFF = Settings(enabled=False)
 
 
 def test_an_image_by_the_webui_alone_shows_nothing_of_our_last_image() -> None:
-    """Backend, error and time of our image must not stay in the status. At our image's size, the row keeps the steps of
-    images that OneDiff has made."""
+    """The backend, error and time of our image must not stay in the status. If the WebUI then makes an image of the
+    same size, the row of this size keeps the times of the image that OneDiff made."""
     images = Images()
     images.make()
     before = images.row("64x64")
@@ -181,7 +184,9 @@ def test_an_image_by_the_webui_alone_shows_nothing_of_our_last_image() -> None:
     assert (after.step_ms, after.ratio, after.images) == (before.step_ms, before.ratio, before.images + 1)
 
 
-def test_an_image_whose_calls_cannot_be_read_is_shown_at_its_own_size_without_times() -> None:
+def test_an_image_whose_inputs_are_not_understood_is_shown_at_its_own_size_without_times() -> None:
+    """OneDiff does not understand the WebUI's calls of the UNet, for the reason "inputs", and knows only the image's
+    size. The row of the earlier image, of another size, does not change."""
     images = Images()
     images.make()
     before = images.row("64x64")
@@ -198,7 +203,8 @@ def test_an_image_whose_calls_cannot_be_read_is_shown_at_its_own_size_without_ti
 
 
 def test_the_row_of_a_size_shows_its_last_image_whichever_shapes_it_used() -> None:
-    """The shape that was used most is that of the first images."""
+    """The first two images use DeepCache, so that their shapes are used most; the third skips the negative prompt in
+    half of its steps."""
     images = Images(**EVERY_THIRD)
     for _ in range(2):
         images.make()
@@ -208,9 +214,10 @@ def test_the_row_of_a_size_shows_its_last_image_whichever_shapes_it_used() -> No
     assert_times(images.row("64x64"), (8 * WHOLE_MS + 12 * CACHED_MS) / 20)
 
 
-def test_counts_and_reasons_of_policies_are_of_one_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three images: one with DeepCache, one too short for it, and one with a second pass that is too short, which
-    belongs to the same image."""
+def test_the_status_counts_full_and_cached_passes_of_the_last_image_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three images, the first uses DeepCache, the second has too few steps for it, and the third has a second pass
+    with too few steps. A second pass belongs to the same image. The reason for no DeepCache is that of the same image,
+    too."""
     images = Images(**EVERY_THIRD)
     images.make()
     assert images.status()["deepcache"] == {"full": 8, "cached": 12, "reason": ""}
@@ -231,7 +238,9 @@ def test_counts_and_reasons_of_policies_are_of_one_image(monkeypatch: pytest.Mon
     assert images.row("72x72").step_ms == WHOLE_MS
 
 
-def test_the_reason_for_steps_by_the_webui_is_shown_after_later_steps_of_ours_and_gone_in_the_next_image() -> None:
+def test_the_reason_for_steps_by_the_webui_is_shown_until_the_end_of_the_image() -> None:
+    """The WebUI computes 4 steps of the second pass, and OneDiff the later ones. The next image shows no such
+    reason."""
     images = Images()
     images.make()
     theirs = iter(range(4))
@@ -254,7 +263,8 @@ def test_the_reason_for_steps_by_the_webui_is_shown_after_later_steps_of_ours_an
 
 
 def test_an_image_made_inside_another_has_a_record_of_its_own() -> None:
-    """As ADetailer makes them: the inner image's steps and time are not the outer one's."""
+    """ADetailer makes such images. The steps of the inner image are not counted in the outer one, and its time is shown
+    separately."""
     images = Images()
     images.make(second_pass=lambda: images.make(size=9, steps=STEPS[:4], seconds=0.5), seconds=2.0)
     outer = images.status()["image"]
@@ -266,7 +276,8 @@ def test_an_image_made_inside_another_has_a_record_of_its_own() -> None:
 
 
 def test_an_interrupted_image_is_shown_as_interrupted_and_is_no_baseline() -> None:
-    """Neither the WebUI's nor ours: its seconds are of fewer steps."""
+    """The time of an interrupted image, by the WebUI or by OneDiff, is that of fewer steps: later images must not be
+    compared with it."""
     images = Images()
     for settings in (OFF, images.settings):
         images.make(steps=STEPS[:5], settings=settings, seconds=0.5, is_whole=False)
@@ -279,7 +290,8 @@ def test_an_interrupted_image_is_shown_as_interrupted_and_is_no_baseline() -> No
     assert images.row("64x64").images == 1
 
 
-def test_an_image_that_failed_is_shown_as_failed_until_the_next() -> None:
+def test_an_image_that_failed_is_shown_as_failed_until_the_next_image() -> None:
+    """After an exception, the WebUI deletes p, its processing object, without ending the generation."""
     images = Images()
     images.make()
     p = SimpleNamespace()
@@ -295,7 +307,7 @@ def test_an_image_that_failed_is_shown_as_failed_until_the_next() -> None:
     assert (images.status()["image"]["state"], images.status()["resolution"]) == ("done", "64x64")
 
 
-def test_the_record_of_an_image_does_not_change_with_later_times() -> None:
+def test_the_record_of_an_image_does_not_change_with_later_times_of_its_shapes() -> None:
     images = Images()
     images.make()
     before = images.runtime.call_stats.image
@@ -305,7 +317,8 @@ def test_the_record_of_an_image_does_not_change_with_later_times() -> None:
 
 
 def test_time_outside_of_the_steps_is_split_into_first_uses_and_the_rest() -> None:
-    """The parts of `spent` add up to the image's time. The test sleeps 0.3 s after the steps, which is the rest."""
+    """A first use is the first call at a size, which is checked. The test sleeps 0.3 s after the steps: these are the
+    rest. The parts of `spent` (UNet, first use, rest ...) add up to the time of the image."""
     images = Images()
     p = SimpleNamespace()
     generation = images.runtime.generations.begin(p, images.settings)
@@ -327,9 +340,9 @@ def test_time_outside_of_the_steps_is_split_into_first_uses_and_the_rest() -> No
     assert ("other 0." in summary or "first use of this size " in summary) and "/step" not in summary
 
 
-def test_a_steps_time_is_of_the_last_image_and_not_of_those_before_it() -> None:
-    """The first image's steps took 900 ms each (make sets the clock), and the last one's as long as they really took
-    here."""
+def test_the_time_of_a_step_is_that_of_the_last_image_and_not_of_those_before_it() -> None:
+    """The steps of the first image count as 900 ms each (make sets their times); those of the last one count as long as
+    they really took, which is less."""
     images = Images()
     images.make()
     p = SimpleNamespace()
@@ -342,8 +355,8 @@ def test_a_steps_time_is_of_the_last_image_and_not_of_those_before_it() -> None:
     assert images.row("64x64").step_ms == record.step_ms
 
 
-def test_the_row_of_a_size_has_the_ratio_of_its_last_image_as_the_status_has() -> None:
-    """Another shape is used more often."""
+def test_the_row_of_a_size_shows_the_speedup_of_its_last_image_as_the_status_does() -> None:
+    """The shape of an earlier image is used more often than that of the last one."""
     images = Images()
     images.make()
     (used,) = images.runtime.table.entries()
@@ -357,7 +370,8 @@ def test_the_row_of_a_size_has_the_ratio_of_its_last_image_as_the_status_has() -
 
 
 def test_forgetting_a_row_deletes_its_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table may hold 4 shapes here. Of five sizes, the pinned one, the ready one and the one in use stay."""
+    """The table may hold 4 shapes here, and must forget some at the fifth size. The pinned one, the ready one and the
+    one in use stay. A forgotten size is checked again at its next use."""
     for name, value in (("MOST_SHAPES", 4), ("FORGOTTEN_AT_ONCE", 2), ("NEVER_FORGOTTEN", 1)):
         monkeypatch.setattr(table, name, value)
     images = Images()

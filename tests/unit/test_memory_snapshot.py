@@ -1,4 +1,4 @@
-"""The memory that dropping some graphs frees, for pools in which graphs overlap."""
+"""How much memory is freed by dropping some CUDA graphs, in memory pools that several graphs share."""
 from __future__ import annotations
 
 import random
@@ -27,8 +27,8 @@ def keys(count: int) -> list[ShapeKey]:
 
 
 def comes_back(memories: list[tuple[int, list[HeldGraph]]], gone: set[ShapeKey]) -> int:
-    """The expected bytes, by definition: each pool is as large as its largest remaining graph, if shrinking it gains
-    enough."""
+    """The bytes that dropping the graphs of the shapes in `gone` frees, by definition: their own bytes, and those by
+    which each pool shrinks to the size of its largest remaining graph, if that is enough to shrink it."""
     total = 0
     for size, graphs in memories:
         total += sum(graph.own_bytes for graph in graphs if graph.key in gone)
@@ -40,9 +40,9 @@ def comes_back(memories: list[tuple[int, list[HeldGraph]]], gone: set[ShapeKey])
     return total
 
 
-def test_gives_back_is_the_memory_by_which_all_pools_shrink_without_the_removed_graphs() -> None:
-    """200 random sets of pools against comes_back, the definition. A pool with graphs of several removed shapes counts
-    once."""
+def test_gives_back_returns_the_bytes_by_which_all_pools_shrink_without_the_removed_graphs() -> None:
+    """The reference for 200 random sets of pools is comes_back(), the definition. A pool with graphs of several removed
+    shapes counts once."""
     drawn = random.Random(0)
     shapes = keys(12)
     for _ in range(200):
@@ -60,11 +60,10 @@ def test_gives_back_is_the_memory_by_which_all_pools_shrink_without_the_removed_
 
 
 def test_the_memory_of_each_of_2000_graphs_in_one_pool_is_found_within_a_second() -> None:
-    """The Cache page shows it for each row. All combinations took 6 seconds."""
+    """The Cache page shows this memory in each row. Comparing each graph with all others took 6 seconds."""
     shapes = keys(2000)
     snapshot = MemorySnapshot(0, [SharedMemory(1 << 30, [HeldGraph(key, 1 << 20, 0) for key in shapes])])
     began = time.process_time()
     for key in shapes:
         snapshot.gives_back({key})
-    # All combinations took 6 seconds.
     assert time.process_time() - began < 1.0
