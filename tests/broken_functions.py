@@ -1,4 +1,4 @@
-"""Finds the functions of ours that run during some work, and makes each of them raise."""
+"""Finds the functions of OneDiff that some work calls, and makes one of them raise at a time."""
 from __future__ import annotations
 
 import gc
@@ -25,7 +25,7 @@ def name_of(code: CodeType) -> Name:
 
 
 def is_ours(file: str) -> bool:
-    """Whether a function is ours. The demo counts as a host: its adapter's functions are ours, others are not."""
+    """Whether a file's functions belong to OneDiff. The demo counts as a host: of its files, only the adapter does."""
     path = Path(file)
     if path == SCRIPT or path.name == "onediff_adapter.py":
         return True
@@ -33,7 +33,7 @@ def is_ours(file: str) -> bool:
 
 
 def functions_called(work: Callable[[], Any]) -> list[Name]:
-    """Our functions that work() calls, by name."""
+    """The names of OneDiff's functions that work() calls in any thread, sorted."""
     found: set[CodeType] = set()
 
     def note(frame: Any, event: str, argument: Any) -> None:
@@ -55,7 +55,7 @@ class Broken(RuntimeError):
 
 
 def template(*args: Any, **kwargs: Any) -> Any:
-    """The code of a broken function: `raising` replaces the constant by a function that raises."""
+    """The code of a broken function: `raising` replaces the constant "fail" by a function that raises."""
     fail: Any = "fail"
     return fail()
 
@@ -67,7 +67,8 @@ def raising(code: CodeType, fail: Callable[[], Any]) -> CodeType:
 
 
 def exchanged(code: CodeType, name: Name, fail: Callable[[], Any]) -> CodeType:
-    """A code object in which the function of this name raises: itself, or one that it makes."""
+    """The code object of a function, changed so that the function of this name raises: the function itself, or one that
+    is defined inside it. The same object if it contains no such function."""
     if name_of(code) == name:
         return raising(code, fail)
     constants = tuple(
@@ -78,13 +79,12 @@ def exchanged(code: CodeType, name: Name, fail: Callable[[], Any]) -> CodeType:
 
 
 def ours_among_objects() -> list[FunctionType]:
-    """Our functions that exist in this process."""
+    """OneDiff's functions that exist in this process and are not frozen by gc.freeze()."""
     return [one for one in gc.get_objects() if type(one) is FunctionType and is_ours(one.__code__.co_filename)]
 
 
 class Breaker:
-    """Makes functions raise. It knows the functions that existed when it was made, and searches for those made
-    since."""
+    """Makes functions raise, those that exist when the Breaker is made and later ones."""
 
     def __init__(self) -> None:
         # Objects frozen by gc.freeze() are not in gc.get_objects().
@@ -95,8 +95,8 @@ class Breaker:
 
     @contextmanager
     def broken(self, name: Name, always: bool) -> Iterator[list[Name]]:
-        """A context in which the function of this name raises: at its first call, or always. Yields a list with an
-        entry for each time."""
+        """A context in which the function of this name raises: at its first call, or at every call (always). Yields a
+        list that gets the name once for each exception."""
         raised: list[Name] = []
         kept: list[tuple[FunctionType, CodeType]] = []
 

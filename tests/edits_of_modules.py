@@ -1,7 +1,7 @@
-"""Random edits of the modules of one network, as users, LoRAs, tiling extensions and training scripts make them.
+"""Random edits of a network's modules, such as users, LoRAs, tiling extensions and training scripts make.
 
-An edit is a function of the network and a random generator. It returns a function that undoes it, or None if it is not
-undone. It raises Inapplicable if the network has nothing to edit.
+An edit is a function of the network and a random generator. It returns a function that undoes it, or None if the edit
+is permanent. It raises Inapplicable if the network has nothing to edit.
 """
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Inapplicable(Exception):
 
 
 def some(unet: nn.Module, chance: random.Random, kinds: Any, fits: Callable[[Any], bool] = lambda module: True) -> Any:
-    """A random module of these classes for which fits(module) is true, but not one of a LoRA."""
+    """A random module of these classes for which fits(module) is true. LoRA layers are excluded."""
     found = [
         module for name, module in unet.named_modules()
         if isinstance(module, kinds) and "lora_" not in name and fits(module)
@@ -41,13 +41,13 @@ def named(unet: nn.Module, chance: random.Random, *names: str) -> Any:
 
 
 def inner(unet: nn.Module, chance: random.Random) -> Any:
-    """A random module inside of the network that its forward calls."""
+    """A random module inside the network, of a class whose forward is called."""
     idle = (nn.ModuleList, nn.ModuleDict, nn.Dropout)
     return some(unet, chance, nn.Module, lambda module: module is not unet and not isinstance(module, idle))
 
 
 def weighted(unet: nn.Module, chance: random.Random) -> Any:
-    """A random module with a weight."""
+    """A random linear layer, convolution or norm."""
     return some(unet, chance, (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm))
 
 
@@ -69,7 +69,7 @@ def set_attribute(module: Any, name: str, value: Any) -> Undo:
 
 
 def hide(module: Any, name: str, value: Any) -> Undo:
-    """Set an attribute on an instance, whose class has it too. Returns the function that deletes it."""
+    """Set an attribute that overrides an inherited one. Returns the function that deletes it."""
     setattr(module, name, value)
     return lambda: delattr(module, name)
 
@@ -107,7 +107,7 @@ def point_to_transposed(unet: Any, chance: random.Random) -> None:
 
 
 def exchange(unet: Any, chance: random.Random) -> Undo:
-    """Replace a parameter, and keep the old one alive."""
+    """Replace a parameter. The undo function keeps the old one alive and puts it back."""
     layer = weighted(unet, chance)
     old = layer.weight
     layer.weight = nn.Parameter(old.detach() * 0.9, requires_grad=False)
@@ -328,8 +328,11 @@ EDITS = (*WEIGHTS, *ATTRIBUTES, *CODE, *EVERYWHERE, *ADAPTERS)
 
 
 def edited(unet: Any, chance: random.Random, count: int) -> Iterator[str]:
-    """Make `count` random edits. At most two are in effect at once, besides those that are never undone. Yields the
-    name of each edit after it was made and after it was undone."""
+    """Make `count` edits: first each of EDITS in order, then random ones. Inapplicable ones are skipped.
+
+    At most two are in effect at once, besides permanent ones. Yields an edit's name after it was made, and "NAME
+    undone" after it was undone; those in effect at the end are undone without a yield.
+    """
     standing: list[tuple[str, Undo]] = []
     for number in range(count):
         edit = EDITS[number % len(EDITS)] if number < len(EDITS) else chance.choice(EDITS)

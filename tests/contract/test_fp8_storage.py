@@ -1,4 +1,5 @@
-"""A1111's option "FP8 weight": our forward casts weights in float8 when it uses them, as the WebUI does."""
+"""A1111's option "FP8 weight" stores the UNet's weights in float8: our forward casts them to bfloat16 at each use, as
+A1111 does."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -46,11 +47,12 @@ def outputs(host: A1111Host) -> list[Tensor]:
 
 
 def mean_error(made: list[Tensor], exact: list[Tensor]) -> float:
+    """The mean relative error of several outputs."""
     return sum(map(relative_error, made, exact)) / len(exact)
 
 
 def set_loras(host: A1111Host, *strengths: float) -> None:
-    """Use LoRAs of these strengths, which change weights and biases, in the generations to come."""
+    """Select one LoRA for each of these strengths, for the next generations. They change weights and biases."""
     networks = host.module("networks")
     parameters = dict(host.unet.named_parameters())
     biases = [f"{name}.bias" for name in LAYERS if f"{name}.bias" in parameters]
@@ -62,10 +64,10 @@ def set_loras(host: A1111Host, *strengths: float) -> None:
     networks.loaded_networks[:] = wanted
 
 
-def test_our_error_with_fp8_weights_is_not_above_the_hosts_and_no_weight_is_copied(host: A1111Host) -> None:
-    """exact: the host's output with the same weights cast to float32. On a CPU, the WebUI calls the UNet in float32,
-    and autocast computes its layers in bfloat16. Switched off, the host's image and the weights are the same to the
-    bit."""
+def test_our_error_with_fp8_weights_is_at_most_that_of_the_host_and_no_weight_is_copied(host: A1111Host) -> None:
+    """Both errors are relative to the host's output with the same weights cast to float32. Here, the host computes its
+    layers in bfloat16 by autocast. After OneDiff is switched off, the host's image and its weights are equal to the bit
+    to those before."""
     host.store_in_fp8(True)
     exact = in_float32(host, lambda: outputs(host))
     expected = outputs(host)
@@ -89,11 +91,11 @@ def test_our_error_with_fp8_weights_is_not_above_the_hosts_and_no_weight_is_copi
 
 
 @pytest.mark.parametrize("cache", [False, True], ids=["", "cached in float16"])
-def test_loras_that_the_webui_merges_into_fp8_weights_and_removes_are_in_our_images(
+def test_our_images_follow_loras_that_the_webui_merges_into_fp8_weights_and_removes(
     host: A1111Host, cache: bool
 ) -> None:
-    """The biases change too, of which OneDiff keeps copies. Each of our images differs from the host's by less than a
-    tenth of a LoRA's effect. cache: the WebUI's option "Cache FP16 weight for LoRA"."""
+    """The LoRAs also change biases, of which OneDiff keeps copies. Each of our latents differs from the host's by less
+    than a tenth of a LoRA's effect on the latent. cache: the WebUI's option "Cache FP16 weight for LoRA"."""
     host.store_in_fp8(True, cache=cache)
     sequence: tuple[tuple[float, ...], ...] = ((), (0.5,), (0.25, 0.5), (), (0.5,))
     expected: list[tuple[Any, dict[str, Tensor]]] = []
@@ -112,9 +114,11 @@ def test_loras_that_the_webui_merges_into_fp8_weights_and_removes_are_in_our_ima
 
 
 @pytest.mark.parametrize("fp8", [True, False])
-def test_the_host_serves_while_it_casts_in_every_layer(host: A1111Host, fp8: bool) -> None:
-    """A1111 does so on a GPU with --no-half, and on one on which autocast does not work; the stand-in calls it by_hand.
-    Our forward would round differently."""
+def test_calls_are_left_to_the_host_while_it_casts_weights_by_itself_in_every_layer(
+    host: A1111Host, fp8: bool
+) -> None:
+    """A1111 does not use autocast on a GPU with --no-half, or on one without a working autocast; the stand-in's option
+    for this is by_hand. Our forward would round differently. fp8: whether the weights are stored in float8."""
     host.store_in_fp8(fp8)
     host.module("modules.devices").by_hand = True
     host.generate()

@@ -1,5 +1,5 @@
-"""tests/webui/extensions/onediff-graphs, which emulates CUDA graphs in real WebUIs without a GPU, fits OneDiff's
-present classes."""
+"""The test extension onediff-graphs (in tests/webui/extensions), which emulates CUDA graphs in real WebUIs without a
+GPU, works with OneDiff's present classes."""
 from __future__ import annotations
 
 import importlib.util
@@ -25,8 +25,9 @@ SCRIPT = Path(__file__).parents[1] / "webui" / "extensions" / "onediff-graphs" /
 def test_the_emulated_cuda_graphs_replay_whole_unets_and_segments_between_processors(
     fresh_runtime: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """First OneDiff captures the whole UNet. Then the self-attentions have foreign processors (Louder), and it captures
-    the segments between them. Both outputs are close to diffusers'."""
+    """First OneDiff captures the whole UNet. Then the self-attentions have an extension's processors (Louder), and
+    OneDiff captures the segments between them. Both times the route is "graph", and the outputs are close to those of
+    diffusers' own forward."""
     monkeypatch.setitem(sys.modules, "modules", mock.Mock())
     spec = importlib.util.spec_from_file_location("onediff_graphs", SCRIPT)
     script = importlib.util.module_from_spec(spec)

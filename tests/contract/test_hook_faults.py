@@ -1,4 +1,4 @@
-"""Makes each hook of OneDiff fail in turn: the image is the WebUI's own to the bit, there is one traceback, and OneDiff
+"""Faults in OneDiff's hooks do not reach the user's image: the WebUI computes it, OneDiff logs one traceback, and
 serves the next generation."""
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def broken(*args: Any, **kwargs: Any) -> Any:
 
 
 class Fault(NamedTuple):
-    """A function of ours that fails.
+    """A function of OneDiff that is made to raise.
 
     where: returns the object that has the function, and the function's name.
     hosts: the WebUIs on which it is tested.
-    hook: the words for the failed hook that users read.
-    by_host: the parts of a generation that must be the WebUI's own to the bit.
+    hook: how the message to users names the hook that calls the function.
+    by_host: the parts of the generation (fields of Made) that the WebUI must then compute.
     """
 
     where: Callable[[Host], tuple[Any, str]]
@@ -68,11 +68,12 @@ CASES = [pytest.param(fault, host, id=f"{name}-{host}") for name, fault in FAULT
 
 
 @pytest.mark.parametrize(("fault", "host"), CASES, indirect=["host"])
-def test_a_fault_in_a_hook_does_not_change_the_image_and_is_logged_once(
+def test_a_fault_in_a_hook_leaves_the_image_to_the_host_and_is_logged_once(
     fault: Fault, host: Host, tracebacks: Any
 ) -> None:
-    """The status names the fault as the reason. The parts of the generation that the hook is for are the WebUI's own to
-    the bit, the others close to it; OneDiff serves the next generation."""
+    """The latent and images of fault.by_host equal the host's to the bit; the others are close to the host's. The
+    status gives the fault as the reason for the host's route. OneDiff serves the next generation, and logs nothing
+    more."""
     expected = host.generate()
     host.start()
     with pytest.MonkeyPatch.context() as patch:
@@ -97,7 +98,7 @@ def test_a_fault_in_a_hook_does_not_change_the_image_and_is_logged_once(
     assert sentence in runtime.guard.faults and tracebacks() == logged
 
 
-# Calls of a module with arguments that its forward does not take.
+# Calls of a module with arguments that its forward does not take: each raises an exception.
 WRONG_CALLS: dict[str, Callable[[Any], Any]] = {
     "none": lambda module: module(), "too many": lambda module: module(*map(torch.ones, range(12))),
     "another name": lambda module: module(torch.ones(1), of_nobody=1),
@@ -108,8 +109,11 @@ WRONG_CALLS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("wrong", WRONG_CALLS)
 @pytest.mark.parametrize("part", ["unet", "decoder"])
 @pytest.mark.parametrize("host", HOSTS, indirect=True)
-def test_wrong_arguments_raise_the_hosts_own_error(host: Host, part: str, wrong: str, tracebacks: Any) -> None:
-    """OneDiff logs nothing, and serves the next generation."""
+def test_a_call_with_wrong_arguments_raises_the_same_error_as_without_onediff(
+    host: Host, part: str, wrong: str, tracebacks: Any
+) -> None:
+    """The UNet or the VAE's decoder (part) is called directly. The exception's class and message are the same. OneDiff
+    logs nothing, and serves the next generation."""
     module = host.unet
     if part == "decoder":
         holder = host.checkpoint if host.name == "a1111" else host.checkpoint.forge_objects.vae
@@ -134,9 +138,11 @@ ENDS = {
 
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("host", HOSTS, indirect=True)
-def test_a_fault_while_switching_off_leaves_no_hook(end: str, host: Host, tracebacks: Any) -> None:
-    """The WebUI's image is its own to the bit; switching off again frees the weights, and OneDiff can be switched
-    on."""
+def test_a_fault_while_onediff_is_switched_off_leaves_no_hook_in_the_host(
+    end: str, host: Host, tracebacks: Any
+) -> None:
+    """end: what the function that raises would release. The next image equals the one before OneDiff was switched on
+    to the bit. Switching off again frees the weights, and after it OneDiff can be switched on."""
     expected = host.generate()
     adapter = host.start()
     host.generate()

@@ -1,5 +1,5 @@
-"""Calls with inputs of other dtypes and shapes, after usual calls: OneDiff returns what the host returns, or raises
-what it raises."""
+"""UNet calls with inputs of unusual dtypes and shapes: OneDiff returns what the host returns, or raises what the host
+raises."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -55,11 +55,12 @@ def outcome(host: Host, given: Inputs) -> Tensor | type[Exception]:
 
 
 def shown(one: Any) -> Any:
-    """An outcome in a message: a tensor's shape, or the exception's class."""
+    """How an outcome is shown in a message: a tensor's shape, or the exception's class."""
     return tuple(one.shape) if isinstance(one, Tensor) else one
 
 
 def agree(ours: Any, hosts: Any) -> bool:
+    """Whether two outcomes are close outputs of the same dtype and shape, or the same exception class."""
     if isinstance(ours, Tensor) and isinstance(hosts, Tensor):
         same = ours.dtype == hosts.dtype and ours.shape == hosts.shape
         return same and (torch.equal(ours, hosts) or relative_error(ours, hosts) < CLOSE)
@@ -67,8 +68,8 @@ def agree(ours: Any, hosts: Any) -> bool:
 
 
 def test_with_unusual_inputs_onediff_returns_or_raises_what_the_host_does(host: Host, tracebacks: Any) -> None:
-    """An output is close to the host's, an exception of the same class. OneDiff logs no traceback, and serves usual
-    inputs before and after."""
+    """The expected outcomes were recorded before OneDiff was switched on: outputs must be close, exceptions of the same
+    class. OneDiff logs no traceback, and serves calls with usual inputs before and after the unusual ones."""
     expected = {name: outcome(host, given) for name, given in unusual_inputs()}
     assert any(isinstance(one, type) for one in expected.values())
     host.begin()

@@ -1,5 +1,8 @@
-"""Forge Neo's Z-Image and Lumina 2: their prompts and joint projections, and what is left to the host. Tests of all
-transformers of Neo are in test_transformers_of_neo."""
+"""Forge Neo's Z-Image and Lumina 2: padded prompts, LoRAs on their joint projections (one layer for queries, keys and
+values), and the calls and networks that OneDiff leaves to the host.
+
+Tests of all transformers of Neo are in test_transformers_of_neo.
+"""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -35,8 +38,8 @@ def z_image(fresh_runtime: None) -> Iterator[ZImageHost]:
 
 
 def test_a_call_whose_tensors_do_not_fit_the_network_is_refused(z_image: ZImageHost) -> None:
-    """Each change makes one tensor of a valid call wrong: its dimensions, its channels, its batch, or a prompt that is
-    not padded. Without the check, our forward would fail or broadcast."""
+    """Each change makes one tensor of a valid call wrong: its number of dimensions, channels or batch rows, or a prompt
+    length that is no multiple of 32. Without the check, our forward would fail or broadcast."""
     layout = FAMILIES.read(z_image.unet)
     family = FAMILIES.of(layout)
     call: Any = family.example(layout, (8, 8), 2, 77, torch.randn)
@@ -51,9 +54,9 @@ def test_a_call_whose_tensors_do_not_fit_the_network_is_refused(z_image: ZImageH
             family.refuse_call(layout, replace(call, **change))
 
 
-def test_prompts_that_are_padded_to_the_same_length_share_an_entry_of_the_table(z_image: ZImageHost) -> None:
-    """Prompts are padded to multiples of 32 tokens: those of 33, 40 and 64 tokens are one shape, for which one CUDA
-    graph serves, and one of 65 tokens is another."""
+def test_prompts_that_are_padded_to_the_same_length_have_one_shape(z_image: ZImageHost) -> None:
+    """Z-Image pads prompts to multiples of 32 tokens. Calls with 33, 40 and 64 tokens are one entry in the table of
+    shapes, so that one CUDA graph serves them all; 65 tokens are a second entry."""
     expected = [z_image.output(tokens=tokens) for tokens in (33, 40, 64)]
     z_image.begin()
     for tokens, theirs in zip((33, 40, 64), expected, strict=True):
@@ -65,7 +68,7 @@ def test_prompts_that_are_padded_to_the_same_length_share_an_entry_of_the_table(
 
 
 def with_joint_lora(host: ZImageHost, online: bool) -> None:
-    """Set LoRAs on rows of a joint projection, as Neo loads a LoRA with diffusers' names."""
+    """Set three LoRAs on rows of a joint projection, as Neo does when it loads a LoRA with diffusers' layer names."""
     rows, width = host.unet.get_parameter(QKV).shape
     head_width = width // host.unet.layers[1].attention.n_local_heads
     parts = (0, width), (width, head_width), (rows - head_width, head_width)
@@ -78,9 +81,10 @@ def with_joint_lora(host: ZImageHost, online: bool) -> None:
 
 
 @pytest.mark.parametrize("online", [True, False])
-def test_a_lora_on_rows_of_a_joint_projection_is_in_our_image(host: ZImageHost, online: bool) -> None:
-    """Each LoRA changes a few output rows of the joint projection to queries, keys and values. online: whether it is
-    computed at each use, or merged by the host."""
+def test_our_image_shows_loras_on_rows_of_a_joint_projection(host: ZImageHost, online: bool) -> None:
+    """A joint projection computes queries, keys and values in one layer; each LoRA changes some of its output rows. Our
+    generation is close to the host's with the LoRAs, which differs from the one without. online: whether a LoRA is
+    computed at each use, or merged into the weight by the host."""
     plain = host.generate()
     with_joint_lora(host, online)
     expected = host.generate()
@@ -93,7 +97,7 @@ def test_a_lora_on_rows_of_a_joint_projection_is_in_our_image(host: ZImageHost, 
 
 
 def alter_result(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
-    """Replace a function by one with another result. A factor would not do: the norms after layers would undo it."""
+    """Replace a function by one with another result: multiplying it would have no effect, because norms follow."""
     function = getattr(owner, name)
 
     def changed(*given: Any, **named: Any) -> Any:
@@ -108,7 +112,8 @@ def alter_result(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
     "JointAttention.forward",
 ])
 def test_only_calls_with_a_replaced_function_of_the_host_are_left_to_the_host(z_image: ZImageHost, path: str) -> None:
-    """Our forward does not call these functions, so that it would ignore a replacement."""
+    """path: a function in Neo's module of the network, replaced as an extension would. Our forward does not call these
+    functions, and would ignore the replacement. OneDiff serves the calls without it."""
     owner, _, name = path.rpartition(".")
 
     def changed() -> Tensor:
@@ -119,7 +124,7 @@ def test_only_calls_with_a_replaced_function_of_the_host_are_left_to_the_host(z_
     z_image.check_only_changed_calls_are_the_hosts(changed, path, least_change=1e-3)
 
 
-def test_a_call_with_a_mask_of_the_prompt_is_left_to_the_host(z_image: ZImageHost) -> None:
+def test_a_call_with_an_attention_mask_for_the_prompt_is_left_to_the_host(z_image: ZImageHost) -> None:
     z_image.begin()
     _, calls = calls_of(lambda: z_image.output(attention_mask=torch.ones(2, 1, 1, 32, dtype=torch.bool)))
     assert calls == {"host": 1} and "attention_mask" in runtime.status()["reason"]
@@ -138,7 +143,8 @@ def test_a_call_with_a_mask_of_the_prompt_is_left_to_the_host(z_image: ZImageHos
 def test_a_network_with_an_unknown_module_or_value_is_refused(
     z_image: ZImageHost, reason: str, path: str, value: Any
 ) -> None:
-    """path: of the module or attribute that is replaced by value. Our forward would ignore it."""
+    """path: the module or attribute that is replaced by value; our forward would ignore it. reason: a part of the
+    message."""
     replace_part(z_image.unet, path, value)
     with pytest.raises(Refusal, match=reason):
         FAMILIES.read(z_image.unet)

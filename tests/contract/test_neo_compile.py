@@ -15,8 +15,8 @@ from lib_onediff.runtime.runtime import runtime
 
 @pytest.mark.parametrize("host", ["neo"], indirect=True)
 def test_torch_compile_traces_no_code_of_ours(host: Host) -> None:
-    """Traced is a backend of torch.compile that counts the operators it is given: none of a UNet that OneDiff serves,
-    and the three of time_embed, which OneDiff does not hook."""
+    """Traced is a backend of torch.compile that counts the operators it gets: none from a UNet that OneDiff serves.
+    From the UNet's layer time_embed, which OneDiff does not hook, it gets three: tracing itself works."""
     torch._dynamo.reset()
     x = random(2, 4, 8, 8)
     t = torch.full((2,), 500.0)
@@ -39,7 +39,8 @@ def test_torch_compile_traces_no_code_of_ours(host: Host) -> None:
 
 
 @pytest.mark.parametrize("host", ["neo"], indirect=True)
-def test_a_note_says_that_torch_compile_has_no_effect(host: Host) -> None:
+def test_users_read_a_note_that_torch_compile_has_no_effect_while_onediff_is_on(host: Host) -> None:
+    """The adapter's notes are empty before Neo's option Torch Compile is set on the model."""
     adapter = host.start()
     assert adapter.notes() == []
     host.checkpoint.forge_objects.unet.model._torch_compile_config = {}

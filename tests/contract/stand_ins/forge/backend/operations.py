@@ -1,4 +1,4 @@
-"""Forge's layers: Linear is not an nn.Linear, and a LoRA that is not merged is in an attribute of the layer."""
+"""Forge's layers. Linear is not a subclass of nn.Linear, and an unmerged LoRA is in an attribute of the layer."""
 from __future__ import annotations
 
 import torch

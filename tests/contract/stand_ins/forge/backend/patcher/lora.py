@@ -1,4 +1,4 @@
-"""Forge's function that applies LoRAs to a weight."""
+"""Forge's function that merges LoRAs into a weight."""
 from __future__ import annotations
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Neo's Anima, the transformer of Cosmos-Predict2, with no layers fused."""
+"""Forge Neo's Anima, whose transformer is that of Cosmos-Predict2, without fused layers."""
 from __future__ import annotations
 
 import math
@@ -38,7 +38,8 @@ class Parts(nn.Module):
 
 class Positions(nn.Module):
     def __init__(self, width: int, ratios: dict[str, float]) -> None:
-        """width: of an attention head. ratios: for each axis, how much longer it may be than in training."""
+        """width: the width of an attention head. ratios: the factor by which each axis (t, h, w) may be longer than in
+        training."""
         super().__init__()
         space = width // 6 * 2
         for name, part in (("spatial", space), ("temporal", width - 2 * space)):

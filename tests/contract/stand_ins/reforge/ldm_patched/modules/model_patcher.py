@@ -1,4 +1,4 @@
-"""ComfyUI's model patcher."""
+"""ComfyUI's ModelPatcher, as reForge has it."""
 from __future__ import annotations
 
 from stand_in_engine import ComfyPatcher as ModelPatcher

@@ -1,4 +1,4 @@
-"""sgm's classes, which are copies of ldm's: the same code runs again in this module."""
+"""sgm's UNet classes, which are copies of ldm's: this module executes ldm's source again, with sgm's attention."""
 from __future__ import annotations
 
 from importlib.util import find_spec

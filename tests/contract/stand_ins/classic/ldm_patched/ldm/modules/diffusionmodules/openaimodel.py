@@ -1,4 +1,4 @@
-"""Classic's UNet, which is ComfyUI's of early 2024: forward computes everything itself."""
+"""Forge Classic's UNet, ComfyUI's of early 2024: its forward computes the network itself and calls no _forward."""
 from __future__ import annotations
 
 from stand_in_engine import code_of
