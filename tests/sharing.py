@@ -1,4 +1,4 @@
-"""Distributes tests over worker processes by files, so that what the tests of a file share is prepared once."""
+"""Distributes whole test files over pytest-xdist's worker processes: what the tests of a file share is prepared once."""
 from __future__ import annotations
 
 import re
@@ -19,8 +19,9 @@ LONG = (
 
 
 class Sharing(LoadScopeScheduling):
-    """Distributes files in this order: tests in a browser, which mostly wait; tests of the OneDiff tab; other tests of
-    a WebUI; long tests; all others. Each of the first three groups goes to one process, whose tests share a WebUI."""
+    """Gives all tests of a unit (unit_of) to one process: a file, or a group of files that share a WebUI. conftest sorts
+    the files by turn(): tests with a browser, which mostly wait; tests of the OneDiff tab; other tests of a WebUI; long
+    tests; all others. Each of the first three groups is one unit."""
 
     def _split_scope(self, nodeid: str) -> str:
         return unit_of(nodeid.partition("::")[0])
@@ -38,7 +39,7 @@ def unit_of(file: str) -> str:
 
 
 def turn(file: str) -> int:
-    """A number to sort files by, in the order of Sharing."""
+    """The sort key of a file, for the order that Sharing describes."""
     unit = unit_of(file)
     if unit in TOGETHER:
         return TOGETHER.index(unit)

@@ -1,4 +1,4 @@
-"""Calls of a UNet on a GPU, as a pipeline makes them, and the output of its own forward."""
+"""Calls of diffusers UNets on a GPU, as a pipeline makes them, by OneDiff and by the UNet's own forward."""
 from __future__ import annotations
 
 from typing import Any
@@ -13,12 +13,12 @@ from lib_onediff.runtime.runtime import runtime
 
 
 def arguments(unet: nn.Module, width: int = 128, height: int = 128, batch: int = 2, tokens: int = 77) -> dict[str, Any]:
-    """Random inputs for a UNet, in its dtype. Sizes are in pixels."""
+    """Random inputs for a UNet, in its dtype. Width and height are in pixels."""
     return inputs(unet, width, height, batch, tokens, next(unet.parameters()).dtype)
 
 
 def residual_shapes(unet: Any, given: dict[str, Any]) -> list[torch.Size]:
-    """The shapes of the residuals that a ControlNet would pass for this call; the middle block's is the last."""
+    """The shapes of the residuals that a ControlNet would pass for this call; the last one is for the middle block."""
     shapes: list[torch.Size] = []
     hooks = [unet.conv_in.register_forward_hook(lambda module, args, out: shapes.append(out.shape))]
     for block in unet.down_blocks:
@@ -31,8 +31,8 @@ def residual_shapes(unet: Any, given: dict[str, Any]) -> list[torch.Size]:
 
 
 def last_call() -> dict[str, Any]:
-    """The status, with the values of the last call instead of the last image, because the calls of these tests belong
-    to no image."""
+    """The status, in which route, reason, backend, lossy and relative_error describe the last call. In the status
+    itself they describe the last image, and the calls of these tests belong to no image."""
     last = runtime.call_stats.last_call
     entry = last.entry
     found = {**status(), "route": last.route, "reason": last.reason, "backend": last.backend}
@@ -49,5 +49,5 @@ def host(unet: nn.Module, given: dict[str, Any]) -> Tensor:
 
 @torch.no_grad()
 def called(unet: nn.Module, given: dict[str, Any]) -> Tensor:
-    """The output of a call, which OneDiff serves if it can."""
+    """The output of a call of a compiled UNet, by OneDiff if it serves the call."""
     return unet(**given, return_dict=False)[0]

@@ -1,6 +1,8 @@
-"""Tests of OneFlow have an environment of their own: Python 3.10, oneflow 0.9.0, torch 2.4.1 (.ci/run makes it).
+"""Tests of the OneFlow backend need an environment of their own: Python 3.10, oneflow 0.9.0, torch 2.4.1 (.ci/run makes
+it).
 
-In other environments each of them is skipped, with the sentence that a user would read.
+In other environments each of them is skipped. The reason for the skip is the sentence that users read when OneFlow
+cannot be used.
 """
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo's model with a record of which process has made which image."""
+"""A small SD 1.5 pipeline for Ray Serve that records which process makes which image."""
 from __future__ import annotations
 
 import os
@@ -14,8 +14,8 @@ LOADING_SECONDS = 2.0
 
 
 class Load:
-    """Loads the model of a replica, in LOADING_SECONDS. made: a file that gets a line "pid seed width height" for each
-    image that is begun."""
+    """Loads the pipeline of a replica; this takes LOADING_SECONDS. made: a file to which the pipeline appends a line
+    "pid seed width height" when it begins an image."""
 
     def __init__(self, made: Path) -> None:
         self.made = made

@@ -1,4 +1,5 @@
-"""Small UNets with the full topology and random weights, and functions that call the host's forward and ours."""
+"""Small UNets with the topology of real ones and random weights, and functions that compute a call by the host's forward
+or by ours."""
 from __future__ import annotations
 
 import contextlib
@@ -89,7 +90,7 @@ def without_initial_values() -> Iterator[None]:
 
 
 def diffusers_structure(config: dict[str, Any]) -> Any:
-    """A diffusers UNet2DConditionModel without initial values. config: overrides, as in LAYOUTS."""
+    """A diffusers UNet2DConditionModel with uninitialised weights. config: overrides, as in LAYOUTS."""
     from diffusers import UNet2DConditionModel
 
     with without_initial_values():
@@ -105,8 +106,8 @@ LDM_UNET = "ldm.modules.diffusionmodules.openaimodel"
 
 
 def ldm_structure(config: dict[str, Any], module: str = LDM_UNET, kind: str = "UNetModel") -> Any:
-    """A UNetModel of stable-diffusion-sdkit without initial values, or of another module with the same parameters.
-    config: overrides, as in LDM_LAYOUTS."""
+    """ldm's UNetModel from stable-diffusion-sdkit, with uninitialised weights. config: overrides, as in LDM_LAYOUTS.
+    module, kind: another module and class that takes the same arguments."""
     pytest.importorskip(LDM_UNET, reason="stable-diffusion-sdkit is not installed")
     layout: dict[str, Any] = {
         "image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": 32, "num_res_blocks": 2,
@@ -119,6 +120,7 @@ def ldm_structure(config: dict[str, Any], module: str = LDM_UNET, kind: str = "U
 
 
 def with_small_groups(network: Any) -> Any:
+    """Set the number of groups of each group norm to GROUPS."""
     for module in network.modules():
         if isinstance(module, nn.GroupNorm):
             module.num_groups = GROUPS
@@ -126,7 +128,7 @@ def with_small_groups(network: Any) -> Any:
 
 
 def ldm_unet(seed: int = 0, **config: Any) -> Any:
-    """A random UNetModel of stable-diffusion-sdkit with SD1's layout; odd sizes need a1111_sizes()."""
+    """ldm's UNetModel with SD1's layout and random weights. Its own forward needs a1111_sizes() for odd latent sizes."""
     return randomise(ldm_structure(config), seed)
 
 
@@ -153,7 +155,7 @@ def shared_ldm_unet(name: str = "SD1") -> Any:
 
 
 class ResizingTorch:
-    """A1111's replacement of torch in ldm's openaimodel: cat resizes the first tensor to the second's size."""
+    """What A1111 puts in place of torch in ldm's openaimodel: cat resizes the first image to the size of the second."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -168,6 +170,7 @@ class ResizingTorch:
 
 @contextlib.contextmanager
 def a1111_sizes() -> Iterator[None]:
+    """A context in which ldm's forward takes latents of odd sizes, as in A1111."""
     from ldm.modules.diffusionmodules import openaimodel
 
     with pytest.MonkeyPatch.context() as patch:
@@ -176,8 +179,8 @@ def a1111_sizes() -> Iterator[None]:
 
 
 def a_call(unet: Any, height: int = 8, width: int = 8, batch: int = 2, tokens: int = 77, seed: int = 0) -> UNetCall:
-    """A call with random inputs that fits a UNet of builders. Sizes are in latent pixels; timesteps are fractional and
-    differ between rows."""
+    """A call with random inputs for a UNet of this file. Height and width are in latent pixels; the timesteps of the
+    batch's rows differ and are fractional."""
     generator = torch.Generator().manual_seed(seed)
     random = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
     config = getattr(unet, "config", {})
@@ -193,7 +196,7 @@ def a_call(unet: Any, height: int = 8, width: int = 8, batch: int = 2, tokens: i
 
 
 def diffusers_arguments(call: UNetCall) -> dict[str, Any]:
-    """The arguments with which a pipeline makes this call, without its control."""
+    """The arguments with which a diffusers pipeline makes this call, without call.control."""
     added = None
     if call.y is not None:
         # A label embedding takes y as a whole: pass it as the pooled text embedding, without size numbers.
@@ -212,12 +215,13 @@ def diffusers_output(unet: Any, call: UNetCall, **others: Any) -> Tensor:
 
 @torch.no_grad()
 def served(unet: Any, call: UNetCall, **others: Any) -> Tensor:
-    """The output of a diffusers UNet for a call, by any route."""
+    """The output of a diffusers UNet for a call: by OneDiff if the UNet is compiled and OneDiff serves the call."""
     return unet(**diffusers_arguments(call), **others).sample
 
 
 @torch.no_grad()
 def ldm_output(unet: Any, call: UNetCall) -> Tensor:
+    """The output of an ldm UNet's own forward for a call."""
     with a1111_sizes():
         return unet(call.latent, call.timestep, context=call.context)
 
@@ -228,7 +232,7 @@ def host_output(unet: Any, call: UNetCall) -> Tensor:
 
 
 def wrap_round(network: nn.Module) -> None:
-    """Circular padding, as with A1111's tiling."""
+    """Set circular padding on every convolution, as A1111's tiling does."""
     for module in network.modules():
         if isinstance(module, nn.Conv2d):
             module.padding_mode = "circular"
@@ -236,6 +240,7 @@ def wrap_round(network: nn.Module) -> None:
 
 @torch.no_grad()
 def our_output(unet: nn.Module, call: UNetCall, ops: Operators = torch_ops) -> Tensor:
+    """The output of our forward with these operators, without the runtime."""
     bound = BoundNetwork(unet, FAMILIES.read)
     bound.refresh(call)
     return compute(bound.layout, bound.binding.weights(), ops, call)
@@ -250,7 +255,8 @@ def relative_error(output: Tensor, expected: Tensor) -> float:
 
 @contextlib.contextmanager
 def generating(runtime: Any, settings: Any, why_off: str = "") -> Iterator[None]:
-    """A context in which calls belong to a generation with these settings."""
+    """A context in which calls belong to one generation with these settings. why_off: why OneDiff is off for it; "":
+    it is on."""
     image = SimpleNamespace()
     runtime.generations.begin(image, settings, why_off)
     try:

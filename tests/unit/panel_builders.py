@@ -1,4 +1,4 @@
-"""Rows to show, and the OneDiff tab of a page, with a real UNet in the real runtime."""
+"""Table rows with fixed values, and the OneDiff tab without a browser, on a real UNet and this process's runtime."""
 from __future__ import annotations
 
 import json
@@ -38,11 +38,16 @@ ROW = ResolutionRow(
 
 
 def text_of(markup: str) -> str:
+    """The text of an HTML fragment, with single spaces."""
     return " ".join(re.sub(r"<[^>]*>", " ", markup).split())
 
 
 class Seen:
-    """A page with the tab open: it sends the page's requests and keeps the answers."""
+    """Acts as a page with the OneDiff tab open: calls the panel's handlers as the page does, and keeps what they show.
+
+    parts: the present value of each part of the tab, by name. waiting: the work in progress (a Chore), which the page
+    passes to the next handler; None if there is none.
+    """
 
     def __init__(self) -> None:
         self.webui = SmallWebUI(builders.diffusers_unet())
@@ -57,12 +62,13 @@ class Seen:
         diffusers_host.detach(self.webui.unet)
 
     def do(self, handler: Any, *own: Any) -> None:
-        """Call the handler of a button and then ask for the state, as the page does."""
+        """Call the handler of a button, then request the present state, as the page does."""
         message, below, self.waiting = handler(*own, self.waiting)
         self._show(message=message, below=below)
         self.look()
 
     def look(self, *cancelled: int) -> None:
+        """Request the present state, as the page does again and again. cancelled: ids of jobs to cancel."""
         shown = self.panel.view(json.dumps({"cancelled": cancelled}), ALL_MODELS, self.waiting)
         below, waiting, totals, jobs, models, table, sizes, message = shown
         if waiting != gradio.update():
@@ -85,6 +91,6 @@ class Seen:
 
 
 def used(webui: SmallWebUI, *widths: int) -> None:
-    """Have the runtime serve a call at each of these widths in pixels, 64 high."""
+    """Have the runtime serve one call at each of these widths in pixels; the height is 64."""
     for width in widths:
         builders.served(webui.unet, builders.a_call(webui.unet, width=width // 8))

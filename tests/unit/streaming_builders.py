@@ -1,4 +1,5 @@
-"""CopyStreams without a GPU, which copy as early or as late as their marks allow."""
+"""Stand-ins for CopyStream without a GPU, which copy streamed weights as early or as late as the code allows. If the
+code waits for the wrong mark (a point in the order of copies), one of the two gives a wrong output."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -11,8 +12,8 @@ from lib_onediff.weights.streaming import Streaming
 
 
 class EarlyCopyStream:
-    """A CopyStream that copies at once when copy() is called. If marks are wrong, it overwrites weights that are still
-    to be read."""
+    """A CopyStream that copies at once when copy() is called. If marks are wrong, it overwrites weights before they are
+    read."""
 
     def __init__(self) -> None:
         self.waiting: list[Callable[[], None]] = []
@@ -30,7 +31,7 @@ class EarlyCopyStream:
 
 
 class LateCopyStream(EarlyCopyStream):
-    """A CopyStream that copies only when something waits for its mark. If marks are wrong, old weights are read."""
+    """A CopyStream that copies only when wait() is called for its mark. If marks are wrong, old weights are read."""
 
     def copy(self, copies: Any, after: Any) -> int:
         self.waiting.append(lambda: super(LateCopyStream, self).copy(copies, after) and None)
@@ -43,7 +44,7 @@ class LateCopyStream(EarlyCopyStream):
 
 
 def use_copy_stream(monkeypatch: pytest.MonkeyPatch, copy_stream: Callable[[], EarlyCopyStream]) -> None:
-    """Let streamed weights be copied by this CopyStream."""
+    """Have streamed weights copied by stand-ins of this class."""
     monkeypatch.setattr(bound, "streaming_of", lambda of, units, memory: Streaming(
         of, units, copy_stream(), memory, pinned=False
     ))

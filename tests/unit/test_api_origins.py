@@ -1,4 +1,4 @@
-"""Which pages may send requests, by the headers that browsers send."""
+"""Which web pages may send requests to the server, decided by the headers that browsers send."""
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -22,9 +22,9 @@ OWN = "http://127.0.0.1:7860"
     {}, {"origin": OWN}, {"origin": "https://127.0.0.1:7860"}, {"sec-fetch-site": "same-origin"},
     {"sec-fetch-site": "none"}, {"sec-fetch-site": "same-origin", "origin": "https://behind.a.proxy.example"},
 ])
-def test_the_servers_own_pages_and_programs_are_allowed(headers: dict[str, str]) -> None:
-    """Programs send neither Origin nor Sec-Fetch-Site. Behind a proxy, Origin is another name, and Sec-Fetch-Site says
-    same-origin."""
+def test_requests_from_programs_and_from_pages_of_this_server_are_allowed(headers: dict[str, str]) -> None:
+    """The server is 127.0.0.1:7860, with and without strict_host. Programs send neither Origin nor Sec-Fetch-Site.
+    Behind a proxy, Origin has the proxy's name, and Sec-Fetch-Site is same-origin."""
     for origins in (Origins(), Origins(strict_host=True)):
         assert not origins.is_foreign({"host": "127.0.0.1:7860", **headers})
 
@@ -36,13 +36,15 @@ def test_the_servers_own_pages_and_programs_are_allowed(headers: dict[str, str])
     {"sec-fetch-site": "cross-site", "origin": OWN},
 ])
 def test_pages_of_other_sites_are_refused(headers: dict[str, str]) -> None:
+    """The server is 127.0.0.1:7860: by default, with strict_host, and if it allows further sites than these. A page of
+    the same machine at another port, or of localhost, is another site."""
     for origins in (Origins(), Origins(strict_host=True), Origins(("https://friend.example",), r"https://.*\.friends")):
         assert origins.is_foreign({"host": "127.0.0.1:7860", **headers})
 
 
-def test_a_strict_host_refuses_pages_under_a_name_that_is_not_its_own() -> None:
-    """DNS rebinding: another site's name is made to resolve to this machine, so that Origin and Host agree. strict_host
-    accepts addresses, localhost and the given names."""
+def test_strict_host_refuses_pages_under_a_host_name_that_is_not_in_its_names() -> None:
+    """DNS rebinding: another site makes its host name resolve to this machine, so that Origin and Host agree. Without
+    strict_host, or with this name among `names`, such a page is allowed."""
     rebound = {"host": "evil.example:7860", "origin": "http://evil.example:7860"}
     assert Origins(strict_host=True).is_foreign(rebound)
     assert not Origins(strict_host=True, names=["evil.example"]).is_foreign(rebound)
@@ -57,8 +59,9 @@ def test_a_strict_host_refuses_pages_under_a_name_that_is_not_its_own() -> None:
     ("[evil.example]", "evil.example", False), (":7860", "", False), ("127.0.0.1@evil", "127.0.0.1@evil", False),
     ("2130706433", "2130706433", False),
 ])
-def test_a_strict_host_knows_only_addresses_and_localhost(host: str, name: str, fixed: bool) -> None:
-    """Without strict_host, every name that can be read from the Host header is known."""
+def test_strict_host_knows_only_ip_addresses_and_localhost(host: str, name: str, fixed: bool) -> None:
+    """host: the Host header. name: the host name in it. fixed: whether strict_host knows it; without strict_host, every
+    name but "" is known."""
     assert host_name(host) == name
     assert Origins(strict_host=True).knows(host) is fixed
     assert Origins().knows(host) is bool(name)
@@ -69,10 +72,11 @@ def test_a_strict_host_knows_only_addresses_and_localhost(host: str, name: str, 
     ({"listen": False, "server_name": "0.0.0.0"}, False), ({"listen": False, "share": True}, False),
     ({"listen": False, "ngrok": "token"}, False), ({"listen": False, "subpath": "sd"}, False),
 ], ids=str)
-def test_only_a_webui_that_serves_this_machine_alone_is_strict_about_host_names(
+def test_strict_host_is_on_only_if_the_webui_is_reached_from_this_machine_alone(
     flags: dict[str, Any], strict: bool
 ) -> None:
-    """With --listen, --share, ngrok or behind a proxy (--subpath) it is reached under names that it cannot know."""
+    """flags: the WebUI's command line; {}: it has no such options. With --listen, --share, ngrok or behind a proxy
+    (--subpath), users reach the WebUI under names that it cannot know."""
     assert origins_of(SimpleNamespace(**flags)).strict_host is strict
 
 
@@ -86,13 +90,15 @@ def test_only_a_webui_that_serves_this_machine_alone_is_strict_about_host_names(
 def test_without_sec_fetch_site_a_page_is_our_own_if_its_origin_names_the_requested_host(
     headers: dict[str, str], own: bool
 ) -> None:
-    """The host is that of Host or X-Forwarded-Host; a port counts only where Host has one. strict_host refuses all of
-    them, since these names are not of this machine."""
+    """The requested host is in Host or X-Forwarded-Host; ports are compared only if this header has one. own: whether
+    the page is ours. strict_host refuses all of these pages, because it knows none of the names."""
     assert Origins().is_foreign(headers) is not own
     assert Origins(strict_host=True).is_foreign(headers)
 
 
-def test_sites_that_the_command_line_allows_are_not_foreign() -> None:
+def test_sites_that_the_command_line_allows_are_not_refused() -> None:
+    """The options are --cors-allow-origins, with sites or with "*", and --cors-allow-origins-regex. Origin "null" is
+    allowed by "*" alone."""
     for flags in ({"cors_allow_origins": "http://other.example,https://friend.example"}, {"cors_allow_origins": "*"},
                   {"cors_allow_origins_regex": r"https://.*\.example"}):
         origins = origins_of(SimpleNamespace(listen=False, **flags))
@@ -103,7 +109,8 @@ def test_sites_that_the_command_line_allows_are_not_foreign() -> None:
 
 @pytest.mark.parametrize("headers", [{}, {"origin": "https://evil.example"}])
 def test_every_web_socket_is_refused(headers: dict[str, str]) -> None:
-    """A browser opens one for any page, without asking first; no route of ours or gradio's takes one."""
+    """A browser opens web sockets for any page without asking the server first (no CORS), and neither OneDiff's routes
+    nor gradio's use one. headers: with and without another site's Origin."""
     app = FastAPI()
 
     @app.websocket("/")

@@ -1,4 +1,5 @@
-"""DeepCache with diffusers' pipelines and UNets: arguments, and how it gets the timesteps."""
+"""DeepCache in compiled diffusers pipelines and in a user's own sampling loop: its arguments, and how it gets the
+sampling's timesteps."""
 from __future__ import annotations
 
 import contextlib
@@ -22,16 +23,19 @@ pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("Future
 
 
 def picture(pipe: Any, steps: int = 7, **more: Any) -> torch.Tensor:
+    """The final latent of a pipeline for a 64x64 image. more: arguments of the pipeline."""
     given = inputs(type(pipe).__name__, 64, 64)
     return pipe(**{**given, "num_inference_steps": steps, "output_type": "latent", **more})[0]
 
 
 def full_and_cached() -> tuple[int, int]:
+    """The numbers of full and of cached passes that the status has counted."""
     now = lib_onediff.status()["deepcache"]
     return now["full"], now["cached"]
 
 
 def depths() -> set[int]:
+    """The depths at which the table's shapes were cut into full and cached passes."""
     return {entry.key.depth for entry in runtime.table.entries() if entry.key.part}
 
 
@@ -42,8 +46,8 @@ def depths() -> set[int]:
 def test_arguments_of_the_earlier_onediff_are_accepted(
     config: dict[str, Any], arguments: dict[str, int], depth: int
 ) -> None:
-    """cache_interval, cache_block_id and cache_layer_id are translated to the interval and to our depth. 7 steps at
-    interval 3 are 3 full and 4 cached passes."""
+    """The earlier OneDiff's cache_interval, cache_block_id and cache_layer_id set our interval and depth. depth: the
+    expected one. 7 steps at interval 3 are 3 full and 4 cached passes."""
     pipe = lib_onediff.compile_pipe(pipeline(NAME, config), ignores=("vae",), cache_interval=3, **arguments)
     picture(pipe)
     assert full_and_cached() == (3, 4) and depths() == {depth}
@@ -53,14 +57,16 @@ def test_arguments_of_the_earlier_onediff_are_accepted(
     {"cache_interval": 0}, {"cache_interval": 2.5}, {"cache_interval": 3, "cache_block_id": 3},
     {"cache_interval": 3, "cache_layer_id": -1}, {"deepcache_depth": -1}, {"deepcache_depth": 12},
 ], ids=str)
-def test_wrong_arguments_raise_an_error_with_a_sentence(wrong: dict[str, Any]) -> None:
+def test_compile_pipe_refuses_wrong_deepcache_arguments_with_a_valueerror(wrong: dict[str, Any]) -> None:
+    """The message names DeepCache or the argument."""
     pipe = pipeline(NAME, SMALL)
     with pytest.raises(ValueError, match="DeepCache|cache_layer_id|deepcache_"):
         lib_onediff.compile_pipe(pipe, ignores=("vae",), **wrong)
 
 
-def test_every_image_of_a_pipeline_begins_with_a_whole_step() -> None:
-    """Also after an interrupted image, if the next one begins at the timestep at which that one stopped."""
+def test_an_image_after_an_interrupted_one_begins_with_a_full_pass() -> None:
+    """The first image is interrupted after two of its eight steps. The second has full passes at the scheduled steps:
+    it uses no feature of the first."""
     pipe = lib_onediff.compile_pipe(pipeline(NAME, SMALL), ignores=("vae",), cache_interval=4)
 
     def stop(pipe: Any, step: int, time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -70,25 +76,24 @@ def test_every_image_of_a_pipeline_begins_with_a_whole_step() -> None:
     picture(pipe, 8, callback_on_step_end=stop)
     assert full_and_cached() == (1, 1)
     picture(pipe, 8)
-    # Steps 0, 4 and the last one.
+    # Full passes at steps 0, 4 and the last one.
     assert full_and_cached() == (1 + 3, 1 + 5)
 
 
-def test_a_new_scheduler_of_the_pipeline_is_used() -> None:
-    """LCM's last timestep is far from zero, so the last step is only known from the schedule of the scheduler that the
-    pipeline has now."""
+def test_deepcache_uses_the_timesteps_of_a_scheduler_set_after_compile_pipe() -> None:
+    """The last of the four steps must be a full pass. LCM's last timestep is far from zero, so only the new scheduler's
+    timesteps tell which step is the last one."""
     from diffusers import LCMScheduler
 
     pipe = lib_onediff.compile_pipe(pipeline(NAME, SMALL), ignores=("vae",), cache_interval=4)
     pipe.scheduler = LCMScheduler.from_config(pipe.scheduler.config)
-    # Its last timestep is far from zero, so the last step is only known from the schedule.
     picture(pipe, 4)
     assert full_and_cached() == (2, 2)
 
 
-def test_in_a_users_own_loop_deepcache_needs_a_sampling_with_its_timesteps() -> None:
-    """lib_onediff.sampling(unet, times) announces both. Without it, or without times, every step is computed, and the
-    reason says which is missing."""
+def test_in_a_loop_that_a_user_writes_deepcache_needs_an_announced_sampling_with_timesteps() -> None:
+    """lib_onediff.sampling(unet, times) announces a sampling and its timesteps. Outside of it, or without times, the
+    whole UNet computes every step, and DeepCache's reason says which of the two is missing."""
     unet = lib_onediff.compile_unet(diffusers_unet(), deepcache_interval=3)
     times = range(981, 0, -140)
 
@@ -106,10 +111,11 @@ def test_in_a_users_own_loop_deepcache_needs_a_sampling_with_its_timesteps() -> 
         assert full_and_cached() == (2 * 4, 2 * 4) and lib_onediff.status()["deepcache"]["reason"].endswith(reason)
 
 
-# --- its authors' package ---------------------------------------------------------------------------------------------
+# --- the package of DeepCache's authors -------------------------------------------------------------------------------
 
 
 def theirs(pipe: Any, steps: int, interval: int, branch: int) -> torch.Tensor:
+    """The final latent with the package DeepCache, by the authors of the method."""
     package = pytest.importorskip("DeepCache", reason="the package DeepCache is not installed")
     helper = package.DeepCacheSDHelper(pipe=pipe)
     helper.set_params(cache_interval=interval, cache_branch_id=branch)
@@ -121,6 +127,7 @@ def theirs(pipe: Any, steps: int, interval: int, branch: int) -> torch.Tensor:
 
 
 def ours(pipe: Any, steps: int, interval: int, branch: int) -> torch.Tensor:
+    """The final latent with OneDiff's DeepCache, at the depth that cuts the UNet where the package does."""
     lib_onediff.compile_pipe(pipe, ignores=("vae",), deepcache_interval=interval, deepcache_depth=branch + 1)
     try:
         return picture(pipe, steps)
@@ -129,11 +136,12 @@ def ours(pipe: Any, steps: int, interval: int, branch: int) -> torch.Tensor:
 
 
 @grid(layout=[SD1, SDXL], interval=[2, 3], branch=[0, 2, 5])
-def test_the_latents_are_close_to_those_of_the_authors_package(
+def test_final_latents_are_close_to_those_of_the_package_by_the_authors_of_deepcache(
     layout: dict[str, Any], branch: int, interval: int
 ) -> None:
-    """Seven steps, because the package's schedules for 2 and 3 then end with a whole step as ours do. A sampler of a
-    higher order, because features are reused with it as in the package."""
+    """branch: the package's cache_branch_id. Seven steps, because the package's schedules for intervals 2 and 3 then
+    end with a full pass, as ours always do. A multistep sampler, because with it OneDiff reuses the deep feature
+    unchanged, as the package does."""
     name = "StableDiffusionXLPipeline" if layout is SDXL else "StableDiffusionPipeline"
     pipe = pipeline(name, layout, "DPMSolverMultistepScheduler")
     exact = picture(pipe)

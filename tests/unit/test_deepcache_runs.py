@@ -1,4 +1,8 @@
-"""DeepCache in samplings: which calls are full and which are cached passes, and their outputs."""
+"""DeepCache in samplings: which calls are full passes and which are cached ones, and their outputs.
+
+A full pass computes the whole UNet and stores the deep layers' output (the feature); a cached pass computes the shallow
+layers alone, with a stored feature.
+"""
 from __future__ import annotations
 
 import math
@@ -25,6 +29,7 @@ from lib_onediff.core.sampling import UNANNOUNCED
 from lib_onediff.families.unet.call import Control
 from lib_onediff.steps.schedules import SLOPE
 
+# Names of prompts, one for each row of a call's batch: a prompt and a negative prompt.
 BOTH = ("cat", "ugly")
 ALONE = ("cat",)
 DOG = ("dog", "ugly")
@@ -32,7 +37,8 @@ DOG = ("dog", "ugly")
 
 @grid(interval=[2, 3, 20], total=[20, 7, 1, 2])
 def test_full_passes_are_computed_at_the_scheduled_steps(interval: int, total: int) -> None:
-    """Every interval-th step and the last one. passes() lists "full" or "cached" for each step."""
+    """Full passes are computed at every interval-th step and at the last one, in each of two samplings. total: the
+    number of steps. passes() lists "full" or "cached" for each step."""
     rig = Rig(deepcache_interval=interval)
     for _ in range(2):
         rig.begin(STEPS[:total])
@@ -43,44 +49,48 @@ def test_full_passes_are_computed_at_the_scheduled_steps(interval: int, total: i
     assert counted["full"] + counted["cached"] == 2 * total
 
 
-class One(NamedTuple):
-    """A call of a sampling, and the expected pass: "full" or "cached"."""
+class ExpectedPass(NamedTuple):
+    """A call of a sampling, and its expected pass: "full" or "cached". names: of the prompts, one for each row of the
+    batch. size: of the latent."""
 
     time: float
-    half: str
+    expected: str
     names: Sequence[str] = BOTH
     size: int = 8
     tokens: int = 77
 
 
 EIGHT = list(zip(STEPS, passes([0, 3, 6, 7], 8), strict=False))
-HALVES = {
+SAMPLINGS = {
     "the negative prompt in a call of its own, and longer": [
-        One(time, half, names, tokens=tokens)
-        for time, half in EIGHT for names, tokens in ((ALONE, 77), (["ugly"], 154))
+        ExpectedPass(time, expected, names, tokens=tokens)
+        for time, expected in EIGHT for names, tokens in ((ALONE, 77), (["ugly"], 154))
     ],
     # The negative prompt is left out at some steps, or a call of its own: each new combination begins with a full pass.
     "a batch that changes": [
-        One(STEPS[index], half, names) for index, (names, half) in enumerate([
+        ExpectedPass(STEPS[index], expected, names) for index, (names, expected) in enumerate([
             (BOTH, "full"), (BOTH, "cached"), (ALONE, "full"), (ALONE, "full"), (BOTH, "full"), (ALONE, "cached"),
             (ALONE, "full"), (BOTH, "full"),
         ])
     ],
     "a prompt that changes": [
-        One(STEPS[index], half, names) for index, (names, half) in enumerate([
+        ExpectedPass(STEPS[index], expected, names) for index, (names, expected) in enumerate([
             (BOTH, "full"), (BOTH, "cached"), (DOG, "full"), (DOG, "full"), (DOG, "cached"), (BOTH, "full"),
             (BOTH, "full"), (BOTH, "full"),
         ])
     ],
-    "two sizes": [One(time, half, size=size) for time, half in EIGHT for size in (8, 9)],
-    "Heun": [One(STEPS[0], "full"), *(One(time, half) for time, half in EIGHT[1:] for _ in range(2))],
+    "two sizes": [ExpectedPass(time, expected, size=size) for time, expected in EIGHT for size in (8, 9)],
+    "Heun": [
+        ExpectedPass(STEPS[0], "full"),
+        *(ExpectedPass(time, expected) for time, expected in EIGHT[1:] for _ in range(2)),
+    ],
     "DPM2 and DPM++ SDE": [
-        One(moment, half, names) for time, half in EIGHT for moment in (time, time - 23.4)[: 1 + (time > STEPS[7])]
-        for names in (ALONE, ["ugly"])
+        ExpectedPass(moment, expected, names)
+        for time, expected in EIGHT for moment in (time, time - 23.4)[: 1 + (time > STEPS[7])] for names in (ALONE, ["ugly"])
     ],
     # And a step that DPM adaptive rejects.
     "Restart": [
-        One(STEPS[index], half) for index, half in zip(
+        ExpectedPass(STEPS[index], expected) for index, expected in zip(
             [0, 1, 2, 3, 4, 1, 2, 3],
             ["full", "cached", "cached", "full", "cached", "full", "cached", "full"], strict=True,
         )
@@ -88,34 +98,35 @@ HALVES = {
 }
 
 
-@pytest.mark.parametrize("calls", HALVES.values(), ids=HALVES)
-def test_calls_of_the_same_prompt_and_shape_share_a_feature_and_new_ones_are_full(calls: list[One]) -> None:
-    """calls: those of a sampling, each with the expected pass. rig.check compares each output with the Oracle's, which
-    has the feature of the same prompt."""
+@pytest.mark.parametrize("calls", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_a_cached_pass_uses_the_feature_of_the_same_prompt_and_shape(calls: list[ExpectedPass]) -> None:
+    """calls: those of a sampling, each with the expected pass; a new prompt or shape begins with a full pass. rig.check
+    compares each output with that of the Oracle, which has one feature for each combination of prompts and shape."""
     rig = Rig(SMALL_XL)
     rig.begin(STEPS[:8])
-    for number, (time, half, names, size, tokens) in enumerate(calls):
+    for number, (time, expected, names, size, tokens) in enumerate(calls):
         call = call_of(rig.unet, time, names, size, tokens, seed=number)
-        rig.check(call, f"{names} {size} {tokens}", half)
+        rig.check(call, f"{names} {size} {tokens}", expected)
     assert rig.reason == ""
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_a_controlnet_that_ends_makes_the_next_step_whole() -> None:
-    """Steps 0 and 1 have residuals of a ControlNet, and step 2 has none: its features are others."""
+def test_the_step_after_a_controlnet_ends_is_a_full_pass() -> None:
+    """Steps 0 and 1 have residuals of a ControlNet, and step 2 has none: it cannot use a feature with residuals in it.
+    Without the change, step 2 would be a cached pass."""
     rig = Rig()
     rig.begin(STEPS[:6])
-    for index, half in enumerate(["full", "cached", "full", "full", "cached", "full"]):
+    for index, expected in enumerate(["full", "cached", "full", "full", "cached", "full"]):
         call = call_of(rig.unet, STEPS[index])
         if index < 2:
             ones = torch.ones(2, 16, 8, 8)
             call = replace(call, control=Control(input=(ones,), output=(None, None, None, ones)))
-        rig.check(call, str(index < 2), half)
+        rig.check(call, str(index < 2), expected)
 
 
-def test_tiles_are_recognised_and_every_step_is_whole() -> None:
-    """Three calls at each timestep with the same prompt and size, as tiled samplers make them: nothing shows which tile
-    a feature is of."""
+def test_tiled_samplings_have_no_cached_pass() -> None:
+    """Three calls at each timestep with the same prompt and size, as tiled samplers make them: nothing shows to which
+    tile a feature belongs. DeepCache's reason names tiles."""
     rig = Rig()
     rig.begin()
     for time in STEPS:
@@ -127,9 +138,9 @@ def test_tiles_are_recognised_and_every_step_is_whole() -> None:
 # --- between samplings --------------------------------------------------------------------------------------------
 
 
-def test_every_sampling_begins_with_a_whole_step() -> None:
-    """Three samplings: one after an interruption, img2img that begins where another one stopped, and one that the host
-    does not announce, in which DeepCache is inactive."""
+def test_every_sampling_begins_with_a_full_pass() -> None:
+    """The samplings are one that is interrupted after five steps, and img2img, which begins in the middle of the
+    schedule. In a third one, which the host does not announce, DeepCache is inactive: its passes are "whole"."""
     rig = Rig()
     rig.begin(STEPS)
     assert rig.sample(STEPS[:5]) == passes([0, 3], 5)
@@ -140,9 +151,9 @@ def test_every_sampling_begins_with_a_whole_step() -> None:
     assert rig.reason == f"DeepCache is inactive: {UNANNOUNCED}"
 
 
-def test_a_refiner_begins_with_a_whole_step() -> None:
-    """The refiner is another UNet, which gets the sampling's later steps without an announcement of its own. Its first
-    step is full because it has no feature yet; the others are as scheduled for the whole sampling."""
+def test_a_refiner_begins_with_a_full_pass() -> None:
+    """The refiner is another UNet, which computes the last 12 steps of a sampling announced for the base UNet. Its
+    first pass is full because it has no feature yet; its further passes are as scheduled for the whole sampling."""
     base = Rig(SMALL_XL)
     refiner = Rig(SMALL, seed=1, runtime=base.runtime)
     for _ in range(2):
@@ -156,8 +167,9 @@ def test_a_refiner_begins_with_a_whole_step() -> None:
 
 @pytest.mark.parametrize("path", ["down_blocks.0.resnets.0.conv1", "mid_block.resnets.0.conv1"])
 @pytest.mark.parametrize("in_place", [True, False])
-def test_a_change_of_weights_makes_the_next_step_whole(path: str, in_place: bool) -> None:
-    """Step 2 would be a cached pass. In both parts of the UNet, edited in place or replaced by another tensor."""
+def test_the_step_after_a_change_of_weights_is_a_full_pass(path: str, in_place: bool) -> None:
+    """The change comes before step 2, which would be a cached pass without it. path: a layer of the shallow or the deep
+    part of the UNet. in_place: whether its weight is edited in place or replaced by another tensor."""
     rig = Rig()
     rig.begin()
     rig.sample(STEPS[:2])
@@ -171,7 +183,8 @@ def test_a_change_of_weights_makes_the_next_step_whole(path: str, in_place: bool
     assert rig.sample(STEPS[2:5]) == ["full", "full", "cached"]
 
 
-def test_releasing_memory_frees_the_features_and_makes_the_next_step_whole() -> None:
+def test_release_memory_frees_the_features_so_that_the_next_step_is_a_full_pass() -> None:
+    """Step 2 would be a cached pass."""
     rig = Rig()
     rig.begin()
     rig.sample(STEPS[:2])
@@ -184,7 +197,8 @@ def test_releasing_memory_frees_the_features_and_makes_the_next_step_whole() -> 
 
 
 def on_the_line(computed: list[tuple[int, Tensor]], step: int) -> Tensor:
-    """The extrapolated feature of a step; the last one before two are known. computed: (step, feature)."""
+    """The feature extrapolated to a step from the last two of `computed`, a list of (step, feature); the only one if
+    there is one."""
     if len(computed) < 2:
         return computed[-1][1]
     (step_before, before), (step_last, last) = computed[-2:]
@@ -193,17 +207,17 @@ def on_the_line(computed: list[tuple[int, Tensor]], step: int) -> Tensor:
 
 @pytest.mark.parametrize("config", [SMALL, SMALL_XL], ids=["SD1", "SDXL"])
 def test_cached_passes_use_the_extrapolated_feature_of_their_prompt(config: dict) -> None:
-    """Each output is compared with the Oracle's: its cached pass with the feature on the line through the last two of
-    the same prompt. From the second one on, that is another output than with the last feature alone."""
+    """Each output is compared with the Oracle's cached pass, whose feature is extrapolated from the last two of the
+    same prompt. Once there are two, the output differs from that with the last feature unchanged."""
     rig = Rig(config)
     rig.begin(STEPS[:11], why_no_forecast=lambda: "")
     computed: dict[str, list[tuple[int, Tensor]]] = {"cat": [], "ugly": []}
-    for step, half in enumerate(passes([0, 3, 6, 9, 10], 11)):
+    for step, expected in enumerate(passes([0, 3, 6, 9, 10], 11)):
         for name in computed:
             call = call_of(rig.unet, STEPS[step], [name])
             output = rig.run(call)
-            assert rig.log[-1] == half
-            if half == "full":
+            assert rig.log[-1] == expected
+            if expected == "full":
                 whole, feature = rig.oracle.whole(call)
                 computed[name].append((step, feature))
                 assert relative_error(output, whole) < 1e-5

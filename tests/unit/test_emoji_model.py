@@ -1,4 +1,5 @@
-"""emoji-sd, the shipped UNet: it draws what the prompts say, at several sizes and from an image, as the judge finds."""
+"""emoji-sd, the model shipped with the demo, draws what the prompt says. A small classifier (the judge) names the emoji
+and the background of an image."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -36,7 +37,9 @@ def seen(judge: Judge, images: list[Image.Image]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("sampler", ["DPM++ 2M", "Euler", "DDIM"])
-def test_images_show_the_emoji_of_the_prompt(model: LoadedModel, judge: Judge, sampler: str) -> None:
-    """The judge is a small classifier of emojis and backgrounds."""
+def test_an_image_shows_the_emoji_and_the_background_of_its_prompt(
+    model: LoadedModel, judge: Judge, sampler: str
+) -> None:
+    """An image of 256x256 pixels with 7 steps; the judge must name a red apple on blue."""
     made = generate(model, prompt="a red apple on a blue background", sampler_name=sampler, seed=1, **SQUARE)
     assert seen(judge, made.images) == [("red apple", "blue")]

@@ -1,4 +1,5 @@
-"""The number of Python frames in lib_onediff that a call goes through: a replay costs Python's time."""
+"""The number of lib_onediff's Python functions (stack frames) that a UNet call runs: each of them makes the replay of a
+CUDA graph slower."""
 from __future__ import annotations
 
 from typing import Any
@@ -15,7 +16,7 @@ from lib_onediff.families.registry import Families
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.module_tree import Tree
 
-# One frame each for the network's forward, a graph's replay, and the comparison of a module tree.
+# Functions that count as one frame with all that they call: forward, replay, and the comparison of a module tree.
 CLOSED = tuple(one.__code__ for one in (compute, Families.output, PretendedGraph.run, Tree.is_unchanged))
 REPLAY_FILES = 9
 REPLAY_FRAMES = 25
@@ -34,20 +35,22 @@ def unet(pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def frames_of_call(unet: Any, size: int = 8) -> Frames:
+    """The frames of one call. size: of the square latent."""
     arguments = diffusers_arguments(a_call(unet, size, size))
     with torch.no_grad():
         return frames_of(lambda: unet(**arguments), CLOSED)
 
 
-def test_a_replay_runs_python_in_few_files_and_frames(unet: Any) -> None:
-    """The bounds are today's numbers. More of them make every step slower: to pass, do the work once, at the first
-    call."""
+def test_a_replay_runs_no_more_python_functions_and_files_than_today(unet: Any) -> None:
+    """REPLAY_FRAMES and REPLAY_FILES are today's numbers. More of them make every step slower: do such work once, at the
+    first call, instead of raising the bounds."""
     frames = frames_of_call(unet)
     assert lib_onediff.status()["route"] == "graph"
     assert len(frames.files) <= REPLAY_FILES and len(frames.calls) <= REPLAY_FRAMES, str(frames)
 
 
-def test_a_first_call_at_a_new_size_runs_python_in_few_files(unet: Any) -> None:
+def test_the_first_call_at_a_new_size_runs_python_in_no_more_files_than_today(unet: Any) -> None:
+    """The call is computed and checked without a graph. FIRST_CALL_FILES is today's number."""
     frames = frames_of_call(unet, size=16)
     assert lib_onediff.status()["route"] == "plain"
     assert len(frames.files) <= FIRST_CALL_FILES, str(frames)

@@ -1,4 +1,8 @@
-"""The kernels for images and for rows of tokens against torch: on a GPU compiled, without one interpreted."""
+"""Triton kernels for feature maps (addition, resize) and for tokens (layer norm, GEGLU) against float64 and torch. On a
+GPU they are compiled; without one, Triton interprets them.
+
+worst_error() is in units of the last digit of the output's dtype.
+"""
 from __future__ import annotations
 
 import pytest
@@ -30,10 +34,11 @@ def sum_of(image: Tensor, update: Tensor, bias: Tensor | None, *config: LaunchCo
 
 
 @grid(shape=SHAPES, biased=[True, False])
-def test_an_addition_is_close_to_exact_and_writes_to_no_input_unless_in_place(
+def test_an_addition_is_close_to_float64_and_does_not_write_to_its_inputs(
     shape: tuple[int, ...], biased: bool
 ) -> None:
-    """worst_error is in units of float32's rounding error. In place: the output is the image itself."""
+    """The kernel adds an image, an update and a bias. With a bias, the image is then also used as the output (in place):
+    the result equals torch's."""
     image = random_image(*shape)
     update = random_image(*shape)
     bias = torch.randn(shape[1], device=DEVICE) if biased else None
@@ -49,7 +54,8 @@ def test_an_addition_is_close_to_exact_and_writes_to_no_input_unless_in_place(
 
 
 @pytest.mark.parametrize("config", ends(ADDITION.candidates), ids=str)
-def test_every_launch_config_of_an_addition_gives_equal_outputs(config: LaunchConfig) -> None:
+def test_an_addition_gives_the_same_output_with_every_launch_config(config: LaunchConfig) -> None:
+    """The output equals that of the default configuration to the bit, and in place that of torch."""
     image = random_image(1, 72, 5, 27)
     update = random_image(1, 72, 5, 27)
     bias = torch.randn(72, device=DEVICE)
@@ -65,7 +71,8 @@ def test_every_launch_config_of_an_addition_gives_equal_outputs(config: LaunchCo
      ((1, 1), (3, 2)), ((8, 8), (8, 8))],
     ids=str,
 )
-def test_resize_equals_torchs_nearest(old: tuple[int, int], new: tuple[int, int]) -> None:
+def test_resize_equals_nearest_interpolation_of_torch(old: tuple[int, int], new: tuple[int, int]) -> None:
+    """old, new: the image's height and width. The output is equal to the bit, and in channels_last layout."""
     image = random_image(2, 33, *old)
     output = resize(image, *new)
     assert output.is_contiguous(memory_format=torch.channels_last)
@@ -73,13 +80,14 @@ def test_resize_equals_torchs_nearest(old: tuple[int, int], new: tuple[int, int]
 
 
 def rounds_otherwise(old: int, new: int) -> bool:
-    """Whether float32 arithmetic and integer arithmetic choose different old pixels for some new pixel."""
+    """Whether float32 and integer arithmetic choose different source pixels for some pixel of the resized image."""
     scale = torch.tensor(old / new, dtype=torch.float32)
     places = torch.arange(new)
     return bool(((places * scale).long() != places * old // new).any())
 
 
-def test_resize_equals_torchs_nearest_where_float32_picks_another_pixel_than_integers() -> None:
+def test_resize_picks_the_pixels_of_torch_where_float32_and_integer_arithmetic_differ() -> None:
+    """torch chooses the source pixel with float32 arithmetic. The sizes are those at which integers choose another."""
     sizes = [(old, new) for old in (6, 12, 24) for new in range(60, 160) if rounds_otherwise(old, new)]
     assert len(sizes) > 10, sizes
     for old, new in sizes:
@@ -97,8 +105,8 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def residual_with_biases(tokens: Tensor, has_deferred_bias: bool, has_bias: bool) -> tuple[Residual, Tensor]:
-    """A residual with these tokens, and with a random deferred_bias and bias where they are wanted; and its value in
-    float64."""
+    """A residual with these tokens, and with a random deferred_bias and bias if they are wanted; and the float64 sum of
+    the three."""
     width = tokens.shape[-1]
     first = random(width) if has_deferred_bias else None
     second = random(width, dtype=tokens.dtype) if has_bias else None
@@ -111,11 +119,12 @@ def residual_with_biases(tokens: Tensor, has_deferred_bias: bool, has_bias: bool
     biases=[(False, False), (False, True), (True, True), (True, False)],
     biased=[True, False],
 )
-def test_a_residuals_layer_norm_is_close_to_exact_and_leaves_the_biases_deferred(
+def test_layer_norm_of_a_residual_with_biases_not_added_yet_is_close_to_float64(
     shape: tuple[int, ...], biases: tuple[bool, bool], biased: bool
 ) -> None:
-    """A residual is tokens and biases that are not added yet. The norm reads their sum, and returns the residual with
-    one float32 deferred bias instead of writing the tokens."""
+    """A Residual is tokens and biases that are not added yet. biases: whether it has a deferred_bias and a bias. The
+    kernel norms their sum without writing the tokens, and returns a Residual with both biases in one float32
+    deferred_bias. biased: whether the norm has a bias."""
     tokens = random(*shape)
     residual, total = residual_with_biases(tokens, *biases)
     weight = 1 + 0.3 * random(shape[-1])
@@ -133,7 +142,8 @@ def test_a_residuals_layer_norm_is_close_to_exact_and_leaves_the_biases_deferred
 
 
 @pytest.mark.parametrize("config", ends(LAYER_NORM.candidates), ids=str)
-def test_layer_norm_is_close_to_exact_with_every_launch_config(config: tuple[int, int]) -> None:
+def test_layer_norm_and_materialize_are_close_to_float64_with_every_launch_config(config: tuple[int, int]) -> None:
+    """materialize() adds a residual's biases to its tokens."""
     residual, total = residual_with_biases(random(7, 96), True, True)
     weight = random(96)
     bias = random(96)
@@ -144,7 +154,8 @@ def test_layer_norm_is_close_to_exact_with_every_launch_config(config: tuple[int
 
 @pytest.mark.parametrize("dtype", NEAREST, ids=str)
 def test_each_kernel_rounds_its_half_precision_output_once(dtype: torch.dtype) -> None:
-    """Addition, resize, layer norm and GEGLU, each against float64 or float32."""
+    """The kernels are addition, layer norm and GEGLU, against float64, and resize, which must equal torch's. NEAREST:
+    the largest error of one rounding in each dtype, in units of its last digit."""
     image = random_image(2, 48, 5, 7, dtype=dtype)
     update = random_image(2, 48, 5, 7, dtype=dtype)
     bias = random(48, dtype=dtype)
@@ -163,7 +174,9 @@ def test_each_kernel_rounds_its_half_precision_output_once(dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("mean", [50.0, -50.0])
-def test_a_mean_of_500_deviations_adds_no_error_but_its_own_rounding(mean: float) -> None:
+def test_layer_norm_of_rows_with_a_large_mean_errs_only_by_the_rounding_of_the_mean(mean: float) -> None:
+    """The mean is hundreds of standard deviations: a variance computed as E[x^2] - E[x]^2 would be lost in rounding.
+    Half of the mean is in the deferred bias."""
     tokens = 0.1 * random(5, 320) + 0.5 * mean
     deferred_bias = 0.1 * random(320) + 0.5 * mean
     weight = random(320)
@@ -174,7 +187,7 @@ def test_a_mean_of_500_deviations_adds_no_error_but_its_own_rounding(mean: float
 
 
 @pytest.mark.parametrize("shape", [(2, 7, 640), (1, 3, 2560), (5, 96), (2, 10), (1, 2, 2 * 513), (1, 2)], ids=str)
-def test_geglu_is_close_to_exact_at_every_width(shape: tuple[int, ...]) -> None:
+def test_geglu_is_close_to_float64_at_every_width(shape: tuple[int, ...]) -> None:
     tokens = 3 * random(*shape)
     output = geglu(tokens)
     assert output.shape == (*shape[:-1], shape[-1] // 2)
@@ -182,13 +195,14 @@ def test_geglu_is_close_to_exact_at_every_width(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("config", ends(GEGLU.candidates), ids=str)
-def test_geglu_is_close_to_exact_with_every_launch_config(config: tuple[int, int]) -> None:
+def test_geglu_is_close_to_float64_with_every_launch_config(config: tuple[int, int]) -> None:
     tokens = 3 * random(3, 2 * 1111)
     assert worst_error(geglu(tokens, config), exact_geglu(tokens)) < CLOSE
 
 
-def test_geglu_of_large_gates_is_the_value_or_zero() -> None:
-    """GELU of a large gate is the gate itself, or 0: neither may become NaN by infinity times 0."""
+def test_geglu_with_large_gates_is_finite() -> None:
+    """GEGLU is value * GELU(gate). GELU of a gate of 100 is the gate, of -100 it is 0: neither may become NaN by
+    infinity times 0."""
     gates = torch.tensor([0.0, 1e-4, -1e-4, 5.0, -5.0, 9.0, -9.0, 100.0, -100.0, 6e4, -6e4], device=DEVICE)
     tokens = torch.cat([torch.full_like(gates, 2.0), gates])[None]
     output = geglu(tokens)
