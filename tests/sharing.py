@@ -1,4 +1,5 @@
-"""Distributes whole test files over pytest-xdist's worker processes: what the tests of a file share is prepared once."""
+"""Distributes whole test files over pytest-xdist's worker processes: what the tests of a file share is prepared
+once."""
 from __future__ import annotations
 
 import re
@@ -19,9 +20,9 @@ LONG = (
 
 
 class Sharing(LoadScopeScheduling):
-    """Gives all tests of a unit (unit_of) to one process: a file, or a group of files that share a WebUI. conftest sorts
-    the files by turn(): tests with a browser, which mostly wait; tests of the OneDiff tab; other tests of a WebUI; long
-    tests; all others. Each of the first three groups is one unit."""
+    """Gives all tests of a unit (unit_of) to one process: a file, or a group of files that share a WebUI. conftest
+    sorts the files by turn(): tests with a browser, which mostly wait; tests of the OneDiff tab; other tests of a
+    WebUI; long tests; all others. Each of the first three groups is one unit."""
 
     def _split_scope(self, nodeid: str) -> str:
         return unit_of(nodeid.partition("::")[0])

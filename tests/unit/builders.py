@@ -1,5 +1,5 @@
-"""Small UNets with the topology of real ones and random weights, and functions that compute a call by the host's forward
-or by ours."""
+"""Small UNets with the topology of real ones and random weights, and functions that compute a call by the host's
+forward or by ours."""
 from __future__ import annotations
 
 import contextlib
@@ -128,7 +128,8 @@ def with_small_groups(network: Any) -> Any:
 
 
 def ldm_unet(seed: int = 0, **config: Any) -> Any:
-    """ldm's UNetModel with SD1's layout and random weights. Its own forward needs a1111_sizes() for odd latent sizes."""
+    """ldm's UNetModel with SD1's layout and random weights. Its own forward needs a1111_sizes() for odd latent
+    sizes."""
     return randomise(ldm_structure(config), seed)
 
 

@@ -86,7 +86,8 @@ SAMPLINGS = {
     ],
     "DPM2 and DPM++ SDE": [
         ExpectedPass(moment, expected, names)
-        for time, expected in EIGHT for moment in (time, time - 23.4)[: 1 + (time > STEPS[7])] for names in (ALONE, ["ugly"])
+        for time, expected in EIGHT for moment in (time, time - 23.4)[: 1 + (time > STEPS[7])]
+        for names in (ALONE, ["ugly"])
     ],
     # And a step that DPM adaptive rejects.
     "Restart": [

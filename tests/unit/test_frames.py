@@ -42,8 +42,8 @@ def frames_of_call(unet: Any, size: int = 8) -> Frames:
 
 
 def test_a_replay_runs_no_more_python_functions_and_files_than_today(unet: Any) -> None:
-    """REPLAY_FRAMES and REPLAY_FILES are today's numbers. More of them make every step slower: do such work once, at the
-    first call, instead of raising the bounds."""
+    """REPLAY_FRAMES and REPLAY_FILES are today's numbers. More of them make every step slower: do such work once, at
+    the first call, instead of raising the bounds."""
     frames = frames_of_call(unet)
     assert lib_onediff.status()["route"] == "graph"
     assert len(frames.files) <= REPLAY_FILES and len(frames.calls) <= REPLAY_FRAMES, str(frames)

@@ -37,8 +37,8 @@ def sum_of(image: Tensor, update: Tensor, bias: Tensor | None, *config: LaunchCo
 def test_an_addition_is_close_to_float64_and_does_not_write_to_its_inputs(
     shape: tuple[int, ...], biased: bool
 ) -> None:
-    """The kernel adds an image, an update and a bias. With a bias, the image is then also used as the output (in place):
-    the result equals torch's."""
+    """The kernel adds an image, an update and a bias. With a bias, the image is then also used as the output (in
+    place): the result equals torch's."""
     image = random_image(*shape)
     update = random_image(*shape)
     bias = torch.randn(shape[1], device=DEVICE) if biased else None
