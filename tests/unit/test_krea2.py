@@ -1,4 +1,4 @@
-"""diffusers' Krea2Transformer2DModel, computed by OneDiff: the same output as by its own forward."""
+"""diffusers' Krea2Transformer2DModel, computed by OneDiff: outputs are close to those of the model's own forward."""
 from __future__ import annotations
 
 import copy
@@ -49,7 +49,7 @@ def call(rows: int = 3, columns: int = 5, batch: int = 2, tokens: int = 7) -> di
 
 @torch.no_grad()
 def ours(transformer: Any, given: dict[str, Any]) -> Tensor:
-    """The sample of a call, computed by our forward, after a check that it is the host's."""
+    """The sample of a call, computed by OneDiff, after a check that it is close to that of diffusers' own forward."""
     output = transformer(**given)
     expected = own_forward(transformer)(**given)
     assert relative_error(output.sample, expected.sample) < 1e-5 and type(output) is type(expected)
@@ -75,20 +75,22 @@ def test_outputs_are_close_to_diffusers_and_an_edit_takes_effect_at_the_next_cal
         assert relative_error(after, before) > 1e-4
 
 
-def test_the_position_ids_are_read_at_each_call() -> None:
-    """The same tensor, edited in place; then positions that are no grid."""
+def test_position_ids_edited_in_place_change_the_next_output_as_in_diffusers() -> None:
+    """First the ids are edited in the same tensor, then replaced by random ones, which form no grid. ours() compares
+    each output with diffusers' own forward."""
     transformer = lib_onediff.compile_unet(network())
     given = call()
     before = ours(transformer, given)
-    # The same tensor, edited in place; then positions that are no grid.
     given["position_ids"][-15:, 1:] += 3
     after = ours(transformer, given)
     assert relative_error(after, before) > 1e-3
     ours(transformer, {**given, "position_ids": torch.randint(0, 9, (22, 3)).float()})
 
 
-def test_the_latent_is_unpacked_to_the_images_shape_and_rows_of_a_call_can_be_taken() -> None:
-    """The pipeline packs 2 x 2 pixels of the latent into one token. Positions are the same for all rows."""
+def test_a_packed_latent_is_unpacked_and_a_call_is_split_by_the_rows_of_its_batch() -> None:
+    """The pipeline packs 2 x 2 pixels of the latent into one token; Krea2Calls reads 3 x 5 tokens as a latent of 6 x 10
+    pixels. take_rows() selects rows of the latent, prompt and mask, but not of the positions, which all rows share. A
+    call without a mask has another signature."""
     made = Krea2Calls()(network(), **call(3, 5))
     assert made.latent.shape == (2, 4, 6, 10)
     taken = take_rows(made, slice(1, 2))
@@ -98,8 +100,9 @@ def test_the_latent_is_unpacked_to_the_images_shape_and_rows_of_a_call_can_be_ta
 
 
 @torch.no_grad()
-def test_with_norms_in_float32_our_error_is_at_most_a_tenth_above_diffusers() -> None:
-    """from_pretrained loads a bfloat16 model with float32 norms. Both errors are against a float32 copy."""
+def test_with_float32_norms_in_a_bfloat16_model_our_error_is_at_most_a_tenth_above_that_of_diffusers() -> None:
+    """from_pretrained() loads bfloat16 models with norms in float32. Both errors are against a float32 copy of the
+    model."""
     transformer = network().bfloat16()
     for module in transformer.modules():
         if type(module).__name__ == "Krea2RMSNorm":
@@ -122,8 +125,9 @@ def test_with_norms_in_float32_our_error_is_at_most_a_tenth_above_diffusers() ->
 def test_streamed_weights_have_arrived_when_they_are_read(
     two_memories: TwoMemories, copy_stream: type[EarlyCopyStream]
 ) -> None:
-    """Half of the weights are in main memory, and copied for each step. copy_stream: copies as early or as late as the
-    order allows, so that a missing wait gives a wrong output."""
+    """Half of the weights are in main memory and copied for each step. Each output is compared with diffusers' own
+    forward. copy_stream: a stand-in that copies as early or as late as our waits allow, so that a missing wait gives a
+    wrong output."""
     two_memories.copy_stream = copy_stream
     two_memories.is_away = AWAY["half"]
     transformer = network(num_layers=4)
@@ -135,8 +139,9 @@ def test_streamed_weights_have_arrived_when_they_are_read(
     assert two_memories.alone == 0 and "of its weights are copied" in lib_onediff.status()["reason"]
 
 
-def test_loras_are_computed_in_our_forward_and_uncompiling_restores_the_transformer() -> None:
-    """ours() compares with diffusers' own forward."""
+def test_a_lora_is_computed_in_our_forward_and_uncompile_pipe_restores_the_transformer() -> None:
+    """ours() compares each output with diffusers' own forward. After uncompile_pipe(), the output equals to the bit the
+    one before compile_pipe()."""
     peft = pytest.importorskip("peft")
     transformer = network()
     with torch.no_grad():
@@ -167,8 +172,9 @@ def test_loras_are_computed_in_our_forward_and_uncompiling_restores_the_transfor
     (IN_CALL, {"hidden_states": None}, "not a tensor"),
 ], ids=lambda value: "" if isinstance(value, dict) else value)
 @torch.no_grad()
-def test_unsupported_calls_are_computed_by_the_original_forward(
+def test_unsupported_blocks_and_calls_are_left_to_the_forward_of_diffusers(
     where: str, change: dict[str, Any], reason: str
 ) -> None:
-    """where: what is changed, a block or a call. check_left_to_the_host asserts the host's output and the reason."""
+    """where: whether `change` is made in a block or in the arguments of a call. The output, or the error, equals that
+    of diffusers' own forward, and the status has the reason."""
     check_left_to_the_host(network, "transformer_blocks.1", call(), where, change, reason)

@@ -1,4 +1,4 @@
-"""Nothing that we compute depends on torch's default dtype and device, which a caller may have set."""
+"""OneDiff's outputs do not depend on torch's default dtype and device, which a caller may have set."""
 from __future__ import annotations
 
 import ast
@@ -28,7 +28,7 @@ ROOT = Path(lib_onediff.__file__).parent
 
 
 def lacking(call: ast.Call) -> set[str]:
-    """The arguments that a call of torch leaves to the defaults."""
+    """Which of dtype and device a call of one of MAKERS leaves out; empty for any other call."""
     function = call.func
     if not isinstance(function, ast.Attribute) or not isinstance(function.value, ast.Name):
         return set()
@@ -37,8 +37,9 @@ def lacking(call: ast.Call) -> set[str]:
     return {"dtype", "device"} - {keyword.arg for keyword in call.keywords}
 
 
-def test_every_tensor_is_made_with_an_explicit_dtype_and_device() -> None:
-    """Reads lib_onediff's source: calls of torch's functions that make tensors (MAKERS) without dtype= or device=."""
+def test_every_tensor_in_lib_onediff_is_made_with_an_explicit_dtype_and_device() -> None:
+    """Reads lib_onediff's source. It fails for each call of a function that makes tensors (MAKERS) without dtype= or
+    device=."""
     found = [
         f"{path.relative_to(ROOT)}:{call.lineno} leaves out {' and '.join(sorted(lacking(call)))}"
         for path in sorted(ROOT.rglob("*.py")) for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
@@ -49,7 +50,7 @@ def test_every_tensor_is_made_with_an_explicit_dtype_and_device() -> None:
 
 @contextlib.contextmanager
 def default(what: Any) -> Iterator[None]:
-    """torch's default dtype or device."""
+    """A context with this default dtype, or default device, of torch."""
     if isinstance(what, str):
         torch.set_default_device(what)
     else:
@@ -92,9 +93,11 @@ def ours(network: Any, given: dict[str, Any]) -> Tensor:
 
 @pytest.mark.parametrize("make", NETWORKS.values(), ids=NETWORKS)
 @pytest.mark.parametrize("what", DEFAULTS, ids=str)
-def test_torchs_defaults_of_the_caller_do_not_change_our_output(what: Any, make: Callable[[], Any]) -> None:
-    """what: torch's default dtype or device in the caller. For a network that was checked before it was set, and for
-    one that is compiled while it is set."""
+def test_the_default_dtype_and_device_of_the_caller_do_not_change_our_output(
+    what: Any, make: Callable[[], Any]
+) -> None:
+    """what: the default dtype or device that is set. One network makes its first call before it is set, an equal one is
+    compiled while it is set: both outputs equal the one under torch's own defaults to the bit."""
     network, given = make()
     another, _ = make()
     lib_onediff.compile_unet(network)
@@ -110,7 +113,9 @@ def test_torchs_defaults_of_the_caller_do_not_change_our_output(what: Any, make:
 
 
 @pytest.mark.parametrize("what", DEFAULTS, ids=str)
-def test_torchs_defaults_of_the_caller_do_not_change_a_vaes_decode(what: Any, fresh_route: Any) -> None:
+def test_the_default_dtype_and_device_of_the_caller_do_not_change_our_decode(what: Any, fresh_route: Any) -> None:
+    """what: the default dtype or device that is set. The image of the VAE's decoder equals to the bit the one under
+    torch's own defaults."""
     decoder = diffusers_vae().decoder
     latent = a_latent(decoder)
     before = routed_picture(decoder, latent)

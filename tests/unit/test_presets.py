@@ -1,4 +1,4 @@
-"""The sizes that one click pre-warms, the most used sizes of this machine, and sizes as users write them."""
+"""The image sizes that can be pre-warmed: the usual ones of a model, its most used ones, and those that users write."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -21,7 +21,8 @@ ALL = ["SD 1.5", "SD 2", "SDXL", "Anima", "Krea 2", "Z-Image", "Lumina 2"]
     ("another", ALL), (None, ALL), ("", ALL),
 ])
 def test_the_usual_sizes_are_those_of_the_loaded_model(model: str | None, names: list[str]) -> None:
-    """Of every family for an unknown model, or none."""
+    """names: the groups of usual sizes that are offered. All groups are offered if the model is unknown or not loaded.
+    Each usual size can be read by parse_sizes()."""
     assert [family.name for family in FAMILIES.usual_sizes(model)] == names
     assert all(parse_sizes(size) for family in FAMILIES.usual_sizes() for size in family.sizes)
 
@@ -39,7 +40,8 @@ def history_of(folder: Path, *rows: HistoryRow) -> History:
 
 
 def test_the_most_used_sizes_come_first_and_each_once(tmp_path: Path) -> None:
-    """A size's uses are the sum over its batches, and its batch is the most used one."""
+    """Sizes are ordered by the sum of their uses over all batches, and each has its most used batch. most_used(model,
+    count) returns at most `count` of them."""
     history = history_of(tmp_path, row("512x512", 40), row("512x768", 30), row("768x512", 90), row("512x512", 60, 4))
     assert history.most_used("SD1", 10) == [
         (Size(512, 512, 2), 77), (Size(768, 512), 77), (Size(512, 768), 77),
@@ -49,16 +51,17 @@ def test_the_most_used_sizes_come_first_and_each_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("batch, tokens, wanted", [(1, 154, (1, 154)), (3, 308, (3, 77)), (16, 75, (8, 77))])
-def test_the_batch_of_a_most_used_size_counts_images_and_its_tokens_are_a_possible_choice(
+def test_the_batch_of_a_most_used_size_counts_images_and_not_rows(
     batch: int, tokens: int, wanted: Any, tmp_path: Path
 ) -> None:
-    """batch: as stored of calls, of which an even one has two rows for each image. A number of tokens that users cannot
-    choose becomes 77."""
+    """batch, tokens: of the stored UNet calls; an even batch has two rows for each image (prompt and negative prompt).
+    wanted: (images, tokens). A number of tokens that users cannot choose becomes 77."""
     history = history_of(tmp_path, row("512x512", 5, batch=batch, tokens=tokens), row("512x512", 4))
     assert history.most_used("SD1", 1) == [(Size(512, 512, wanted[0]), wanted[1])]
 
 
 def test_most_used_sizes_that_users_cannot_enter_are_left_out(tmp_path: Path) -> None:
+    """The stored sizes are too wide, no size at all, of a batch that is too large, and one that users can enter."""
     rows = row("8192x64", 50), row("rubbish", 40), row("512x512", 30, batch=1000), row("64x64", 1)
     assert history_of(tmp_path, *rows).most_used("SD1", 2) == [(Size(64, 64), 77)]
 
@@ -85,7 +88,8 @@ def test_written_sizes_are_read_with_any_separator_and_with_a_batch_size(text: s
     ("4104x512", "the width must be a multiple of 8 from 64 to 4096 pixels."),
     (f"512x512 x{LARGEST_BATCH + 1}", "a batch has 1 to"),
 ])
-def test_wrong_sizes_are_refused_in_a_sentence(text: str, part: str) -> None:
+def test_a_wrong_size_is_refused_in_a_sentence(text: str, part: str) -> None:
+    """The size is given alone, and in a list with valid sizes. part: a part of the sentence."""
     for wrong in (text, f"512x512, {text}, 768x512"):
         with pytest.raises(ValueError) as caught:
             parse_sizes(wrong)
@@ -93,7 +97,8 @@ def test_wrong_sizes_are_refused_in_a_sentence(text: str, part: str) -> None:
         assert str(caught.value).endswith(".")
 
 
-def test_a_message_names_every_wrong_size_of_a_list_once() -> None:
+def test_a_message_names_each_wrong_size_of_a_list_once_and_at_most_five() -> None:
+    """Of seven wrong sizes, the message names five and says that two more are wrong."""
     with pytest.raises(ValueError) as caught:
         parse_prewarm("wide, 512x512, 99x64, most used 4, wide, 64x64 x0")
     assert str(caught.value) == (
@@ -104,7 +109,8 @@ def test_a_message_names_every_wrong_size_of_a_list_once() -> None:
         parse_sizes("a, b, c, d, e, f, g")
 
 
-def test_too_many_sizes_are_refused() -> None:
+def test_more_than_100_sizes_are_refused() -> None:
+    """MOST_SIZES is 100. One resolution with 64 different batches is 64 sizes."""
     assert len(parse_sizes(", ".join(f"512x512 x{batch}" for batch in range(1, 65)))) == 64
     many = [f"{64 + 8 * step}x64" for step in range(MOST_SIZES + 1)]
     assert len(parse_sizes(", ".join(many[:-1]))) == MOST_SIZES

@@ -1,4 +1,8 @@
-"""Room on the GPU before a sampling and around a capture, and the measured peak of memory."""
+"""A GPU whose memory is full: what OneDiff frees before a sampling and around a graph's capture, and what happens when
+the host or OneDiff runs out of memory. Also the measured peak of memory in use.
+
+The GPU, its graphs and its memory are pretended. A shape's state is "ready" with a graph and "proved" without.
+"""
 from __future__ import annotations
 
 import threading
@@ -39,27 +43,27 @@ def card(pretended: PretendedGraphs) -> PretendedCard:
 
 
 def leave(card: PretendedCard, left: int) -> None:
-    """Let other programs fill the card except for this many bytes."""
+    """Have other programs use all GPU memory except for this many bytes."""
     card.others += card.free(torch.device("cpu")) - left
 
 
 def fill_after(card: PretendedCard, size: int) -> None:
-    """Let other programs fill the card so far that dropping this would leave enough."""
+    """Have other programs use so much GPU memory that OneDiff must free `size` bytes for the host."""
     leave(card, card.spare(torch.device("cpu")) - size)
 
 
-def test_a_sampling_on_a_full_gpu_drops_graphs_until_there_is_room_and_pinned_ones_last(
+def test_a_sampling_on_a_full_gpu_frees_graphs_until_the_host_has_memory_and_pinned_graphs_last(
     unet: nn.Module, card: PretendedCard
 ) -> None:
-    """begin_sampling() makes room for the host. fill_after(card, n): n bytes more must become free. With enough room
-    nothing is dropped."""
+    """begin_sampling() frees memory for the host, and nothing if there is enough. 72x72 is pinned. Each fill_after()
+    leaves 32 MiB too little."""
     make_ready(unet, (16, 16), (8, 8))
     pinned = attached()
     make_ready(pinned, (9, 9))
     runtime.pin("72x72", runtime.rows()[0].model, True)
     emptied = card.emptied
     runtime.begin_sampling(unet)
-    assert set(states().values()) == {"ready"} and card.emptied == emptied, "room enough costs nothing"
+    assert set(states().values()) == {"ready"} and card.emptied == emptied, "with enough memory nothing is freed"
     fill_after(card, 32 << 20)
     runtime.begin_sampling(unet)
     assert states() == {"72x72": "ready", "64x64": "proved", "128x128": "proved"}
@@ -68,8 +72,9 @@ def test_a_sampling_on_a_full_gpu_drops_graphs_until_there_is_room_and_pinned_on
     assert set(states().values()) == {"proved"} and runtime.services.holdings.shared() == 0
 
 
-def test_on_a_full_gpu_no_graph_is_captured_until_there_is_room(unet: nn.Module, card: PretendedCard) -> None:
-    """Only 64 MiB are free, less than is left for the host. The reason says so until other programs free memory."""
+def test_on_a_full_gpu_no_graph_is_captured_until_memory_is_free(unet: nn.Module, card: PretendedCard) -> None:
+    """Only 64 MiB are free, less than OneDiff leaves to the host. Calls are served without a graph, for the reason that
+    the GPU is full, until other programs free memory."""
     served(unet, a_call(unet))
     leave(card, 64 << 20)
     for _ in range(3):
@@ -83,10 +88,11 @@ def test_on_a_full_gpu_no_graph_is_captured_until_there_is_room(unet: nn.Module,
     assert runtime.rows()[0].reason == ""
 
 
-def test_a_host_that_runs_out_of_memory_is_run_again_after_our_graphs_are_dropped(
+def test_a_forward_of_the_host_that_runs_out_of_memory_runs_again_after_our_graphs_are_freed(
     unet: nn.Module, native_operators: StandInOperators, card: PretendedCard
 ) -> None:
-    """attempts: the states of shapes at each run of the host, which raises as long as there are graphs."""
+    """OneDiff does not serve the call. attempts: the states of shapes at each run of the host's forward, which raises
+    as long as there are graphs. The output is that of the second run."""
     make_ready(unet, (8, 8))
     call = a_call(unet, seed=3)
     attempts = []
@@ -99,19 +105,20 @@ def test_a_host_that_runs_out_of_memory_is_run_again_after_our_graphs_are_droppe
         return diffusers_output(unet, call)
 
     with torch.no_grad():
-        # With three channels the call is none of ours, and the host computes it.
+        # OneDiff serves no latent with three channels: the host computes the call.
         output = runtime.run(unet, UNetCall(call.latent[:, :3], call.timestep, call.context, call.y), host)
     assert torch.equal(output, diffusers_output(unet, call))
     assert attempts == [{"64x64": "ready"}, {"64x64": "proved"}]
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])
-def test_a_host_that_runs_out_of_memory_is_run_again_after_it_has_moved_weights(
+def test_a_forward_of_the_host_that_runs_out_of_memory_runs_again_after_the_host_moves_weights(
     has_graphs: bool, unet: nn.Module, native_operators: StandInOperators, card: PretendedCard,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """make_room lets the host move weights to main memory, and returns whether it did: if not, its exception is raised.
-    The warning names what was freed."""
+    """HostTraits.make_room asks the host to move weights to main memory, and returns whether it did: if not, and
+    without graphs to free, the host's exception is raised. has_graphs: whether OneDiff has graphs to free first. The
+    warning names what was freed: graphs, weights or both."""
     call = a_call(unet, seed=3)
     asked = list[int]()
     if has_graphs:
@@ -139,10 +146,11 @@ def test_a_host_that_runs_out_of_memory_is_run_again_after_it_has_moved_weights(
         runtime.run(unet, UNetCall(call.latent[:, :3], call.timestep, call.context, call.y), host)
 
 
-def test_a_call_that_runs_out_of_memory_is_not_tried_again_in_this_sampling(
+def test_a_call_of_ours_that_runs_out_of_memory_is_not_tried_again_in_this_sampling(
     unet: nn.Module, native_operators: StandInOperators, card: PretendedCard
 ) -> None:
-    """It would free the graphs of all other shapes each time."""
+    """The host computes it until the sampling ends. Each try would free the graphs of all other shapes. In the next
+    sampling, OneDiff tries again."""
 
     def too_large(tokens: Tensor, unit: Any, consumer: Any) -> Tensor:
         if len(tokens) > 2:
@@ -169,11 +177,11 @@ def test_a_call_that_runs_out_of_memory_is_not_tried_again_in_this_sampling(
     assert error(unet, large) < CLOSE and served_by() == ("native", "plain")
 
 
-def test_a_call_that_ran_out_of_memory_is_tried_again_when_more_is_free(
+def test_a_call_of_ours_that_ran_out_of_memory_is_tried_again_when_much_more_is_free(
     unet: nn.Module, native_operators: StandInOperators, card: PretendedCard
 ) -> None:
-    """freed: MiB that become free before each call. Ours is tried again only if much more is free than when it
-    failed."""
+    """All calls are in one sampling. freed: MiB that become free before each call. is_tried: whether our forward runs
+    before the host computes the call; 10 MiB more than at the last failure are too few, 100 MiB are enough."""
     call = a_call(unet)
     leave(card, 100 << 20)
     native_operators.fail_with(torch.cuda.OutOfMemoryError("CUDA out of memory"))
@@ -188,11 +196,11 @@ def test_a_call_that_ran_out_of_memory_is_tried_again_when_more_is_free(
     assert error(unet, call) < CLOSE and served_by() == ("native", "plain")
 
 
-def test_a_call_is_tried_once_more_if_graphs_had_the_memory(
+def test_a_call_of_ours_that_ran_out_of_memory_is_tried_once_more_if_graphs_were_freed(
     unet: nn.Module, native_operators: StandInOperators, card: PretendedCard
 ) -> None:
-    """The first failure frees the graphs of another size, so that the next call may succeed; after a second failure it
-    is left to the host."""
+    """The first failure frees the graphs of another size, so that the second call of ours may succeed. If it fails too,
+    the host computes the later calls (is_tried: whether our forward runs first)."""
     make_ready(unet, (16, 16))
     call = a_call(unet)
     leave(card, GIBIBYTE)
@@ -211,15 +219,16 @@ def test_a_call_is_tried_once_more_if_graphs_had_the_memory(
         assert native_operators.calls == before + is_tried
 
 
-def test_out_of_memory_in_a_capture_frees_the_other_graphs(unet: nn.Module, card: PretendedCard) -> None:
-    """The call's output is not lost. What the capture would have needed was known, and free when it began."""
+def test_a_capture_that_runs_out_of_memory_frees_the_other_graphs(unet: nn.Module, card: PretendedCard) -> None:
+    """The call is served without a graph, and its output is close to the host's. The capture's need is known and was
+    free when it began; another program allocates it meanwhile."""
     make_ready(unet, (8, 8))
     for _ in range(2):
         served(unet, a_call(unet, 8, 10))
     needs = {row.resolution: row.needs for row in runtime.rows()}["80x64"]
     runtime.purge(["80x64"])
     served(unet, a_call(unet, 8, 10))
-    # Others allocate it during the capture, which could not be known before.
+    # Another program allocates the memory during the capture.
     runtime.services.holdings.made.before_capture = lambda inputs: leave(card, needs // 8 - (1 << 20))
     runtime.services.graphs.free()
     assert error(unet, a_call(unet, 8, 10)) < CLOSE
@@ -228,11 +237,11 @@ def test_out_of_memory_in_a_capture_frees_the_other_graphs(unet: nn.Module, card
     assert "out of GPU memory while its graph was captured" in runtime.rows()[0].reason
 
 
-def test_the_watching_thread_frees_nothing_while_the_host_makes_an_image(
+def test_the_thread_that_watches_gpu_memory_frees_nothing_while_the_host_makes_an_image(
     unet: nn.Module, card: PretendedCard
 ) -> None:
-    """Its graphs are lost, because the weights have moved. An extension may be capturing a graph at that moment, which
-    freeing would break. The next sampling looks itself."""
+    """The graphs cannot be replayed any more, because the weights have moved, and the thread would free them. But an
+    extension may capture a graph at that moment, which freeing memory would break. After the image they are freed."""
     make_ready(unet, (8, 8))
     for parameter in unet.parameters():
         parameter.data = parameter.data.clone()
@@ -244,11 +253,12 @@ def test_the_watching_thread_frees_nothing_while_the_host_makes_an_image(
     assert card.emptied > emptied and not runtime.services.networks.get(unet).runners
 
 
-def test_the_most_memory_in_use_is_counted_in_torchs_pieces() -> None:
-    """most_in_use reads the events of torch's memory snapshot."""
+def test_the_peak_of_memory_in_use_is_counted_in_blocks_as_torch_allocates_them() -> None:
+    """most_in_use() reads the events of torch's memory snapshot. Sizes are rounded up to PIECE, and only memory that is
+    allocated in these events counts."""
 
     def events(*sizes: tuple[int, int]) -> list[dict[str, Any]]:
-        """(address, bytes); no bytes: the memory is freed."""
+        """The events of a snapshot for each (address, bytes): an allocation, or for 0 bytes the release."""
         return [
             {"action": name, "addr": address, "size": size} for address, size in sizes
             for name in (("alloc",) if size else ("free_requested", "free_completed"))
@@ -258,11 +268,14 @@ def test_the_most_memory_in_use_is_counted_in_torchs_pieces() -> None:
     # Memory that was allocated before does not count when it is freed.
     in_turn = events((7, 0), (1, 4 * PIECE), (2, PIECE), (1, 0), (1, 3 * PIECE), (2, 0), (1, 0))
     assert most_in_use([*in_turn, {"action": "segment_alloc", "addr": 1, "size": 10 * PIECE}]) == 5 * PIECE
-    assert most_in_use(events((1, 1), (2, PIECE + 1))) == 3 * PIECE, "in the pieces that torch hands out"
+    assert most_in_use(events((1, 1), (2, PIECE + 1))) == 3 * PIECE, "sizes are rounded up"
 
 
-def test_images_that_end_at_the_same_time_start_one_watching_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an earlier version, a second thread started another one while the first was being made."""
+def test_images_that_end_at_the_same_time_start_one_thread_that_watches_gpu_memory(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight threads call MemoryPressure.watch() while making a thread takes 50 ms. In an earlier version, a second
+    watching thread was made meanwhile."""
     made: list[threading.Thread] = []
 
     class SlowThread(threading.Thread):

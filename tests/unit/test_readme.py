@@ -1,4 +1,4 @@
-"""The documentation says what the code says, and leads where it says."""
+"""The documentation agrees with the code, and its links lead to pages that exist."""
 from __future__ import annotations
 
 import re
@@ -23,18 +23,19 @@ def text_of(page: Path) -> str:
 
 
 def anchors_of(page: Path) -> set[str]:
-    """Of its headings, as GitHub makes them."""
+    """The anchors that GitHub makes for the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def links_of(page: Path) -> list[str]:
-    """Where it leads within the repository."""
+    """The page's links within the repository, without those in code blocks."""
     text = re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL)
     return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not link.startswith(("http://", "https://"))]
 
 
 def pages_that_readers_reach() -> set[Path]:
+    """The README and all pages that links from it lead to, directly or by other pages."""
     found = set()
     waiting = [README]
     while waiting:
@@ -45,8 +46,9 @@ def pages_that_readers_reach() -> set[Path]:
     return found
 
 
-def test_the_documented_table_of_options_is_generated_from_settings() -> None:
-    """Except for links in it."""
+def test_the_table_of_options_in_speed_and_quality_equals_the_fields_of_settings() -> None:
+    """Each row has the label, name, allowed values, default and explanation of a field of Settings. Links in the table
+    are ignored."""
     found = re.findall(r"^\| .* \(`\w+`\) \|.*$", text_of(OPTIONS), re.MULTILINE)
     assert [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", row) for row in found] == [
         f"| {about['label']} (`{option.name}`) | {allowed_values(option)} | {format_value(option.default)} | "
@@ -55,7 +57,7 @@ def test_the_documented_table_of_options_is_generated_from_settings() -> None:
 
 
 @pytest.mark.parametrize("page", EVERYTHING, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_every_link_and_anchor_exists(page: Path) -> None:
+def test_every_link_leads_to_a_file_and_an_anchor_that_exist(page: Path) -> None:
     for link in links_of(page):
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page
@@ -63,7 +65,8 @@ def test_every_link_and_anchor_exists(page: Path) -> None:
         assert not anchor or anchor in anchors_of(target), link
 
 
-def test_every_page_is_linked_from_the_readme_and_every_file_from_somewhere() -> None:
+def test_the_readme_links_every_page_and_some_page_links_every_file_of_the_documentation() -> None:
+    """Pages are .readme/*.md; files are all that .readme has, images too."""
     linked = {(README.parent / link.partition("#")[0]).resolve() for link in links_of(README)}
     assert set(PAGES) <= linked
     reached = {
@@ -73,7 +76,8 @@ def test_every_page_is_linked_from_the_readme_and_every_file_from_somewhere() ->
     assert set((ROOT / ".readme").iterdir()) <= reached
 
 
-def test_the_latest_changes_are_those_of_this_version() -> None:
+def test_the_readme_and_the_changelog_have_the_changes_of_this_version() -> None:
+    """In changelog.md, this version is the first heading, or the second one after "Unreleased"."""
     assert f"\n{__version__}: " in text_of(README)
     headings = re.findall(r"^## (.*)$", text_of(ROOT / ".readme" / "changelog.md"), re.MULTILINE)
     assert headings[headings[0] == "Unreleased"] == __version__
@@ -87,7 +91,8 @@ def test_the_python_examples_of_the_documentation_compile() -> None:
             compile(block, page.name, "exec")
 
 
-def test_the_documented_times_and_options_of_presets_are_those_of_the_code() -> None:
+def test_the_documented_times_and_options_of_presets_equal_those_in_the_code() -> None:
+    """Each preset has a row in speed-and-quality.md with its seconds and its speedup over Exact."""
     page = text_of(OPTIONS)
     for preset in PRESETS.values():
         gain = f"{PRESETS[EXACT].seconds / preset.seconds:.1f}x"

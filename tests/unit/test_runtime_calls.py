@@ -1,4 +1,8 @@
-"""Each call takes the fastest route that works and is checked. After a fault of ours, the host's output is returned."""
+"""Each call of a UNet is computed by the fastest route that works and was checked against the host. If OneDiff is off,
+fails, or does not support the call, the host computes it.
+
+Routes: "graph" (a replay), "plain" (our forward without a graph), "host" (the host's own forward).
+"""
 from __future__ import annotations
 
 import contextlib
@@ -24,7 +28,7 @@ from lib_onediff.weights.scan import HostTraits
 
 @torch.no_grad()
 def host_runs(new_runtime: Runtime, unet: Any, call: UNetCall, traits: HostTraits | None = None) -> int:
-    """The number of times that the host's forward ran for a call, whose output must be the host's."""
+    """The number of times that the host's forward runs for a call. The output must be close to the host's."""
     runs: list[Tensor] = []
     expected = diffusers_output(unet, call)
     output = new_runtime.run(unet, call, lambda: (runs.append(expected), expected)[1], traits)
@@ -34,7 +38,7 @@ def host_runs(new_runtime: Runtime, unet: Any, call: UNetCall, traits: HostTrait
 
 @pytest.fixture
 def new_runtime() -> Runtime:
-    """A Runtime beside that of the process."""
+    """A new Runtime, beside the process's own."""
     return Runtime()
 
 
@@ -49,7 +53,7 @@ def adopted(new_runtime: Runtime) -> Any:
 def test_only_the_first_call_of_each_shape_is_compared_with_the_host(
     new_runtime: Runtime, adopted: Any, other: dict[str, int]
 ) -> None:
-    """host_runs() returns how often the host's forward ran."""
+    """other: what the second shape has other than the first. host_runs() returns how often the host's forward ran."""
     for change in ({}, other):
         assert host_runs(new_runtime, adopted, a_call(adopted, **change)) > 0
         for seed in range(2):
@@ -57,8 +61,9 @@ def test_only_the_first_call_of_each_shape_is_compared_with_the_host(
     assert len(new_runtime.table.entries()) == 2
 
 
-def test_a_unet_that_was_never_adopted_or_was_released_is_served_by_the_host(new_runtime: Runtime) -> None:
-    """After its release, each parameter has memory of its own again."""
+def test_a_unet_that_was_not_adopted_or_was_released_is_computed_by_the_host(new_runtime: Runtime) -> None:
+    """After its release, which may be repeated, each parameter has a storage of its own again: fused weights are
+    undone."""
     unet = diffusers_unet()
     assert host_runs(new_runtime, unet, a_call(unet)) == 1
     assert new_runtime.status()["reason"] == "OneDiff is not switched on for this UNet"
@@ -73,7 +78,8 @@ def test_a_unet_that_was_never_adopted_or_was_released_is_served_by_the_host(new
 
 @pytest.mark.usefixtures("host_timed_often")
 def test_the_status_describes_the_last_call(new_runtime: Runtime, adopted: Any) -> None:
-    """Its values before any call, and after four. A ratio needs times of the host and of ours."""
+    """The status has no values before any call. After four, it has a ratio (host_ms / step_ms), which needs enough
+    times of both the host and OneDiff."""
     status = new_runtime.status()
     assert (status["route"], status["model"], status["resolution"], status["step_ms"]) == (None, None, None, None)
     assert status["reason"] == "no image has been made yet" and set(status["calls"].values()) == {0}
@@ -94,9 +100,10 @@ def test_the_status_describes_the_last_call(new_runtime: Runtime, adopted: Any) 
     assert new_runtime.status()["reason"] == "", "what was chosen by name needs no excuse"
 
 
-def test_the_first_log_line_names_the_backend_and_the_reason(
+def test_the_first_log_line_names_the_backend_and_why_no_faster_one_is_used(
     new_runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It also names the device and torch's version, and says whether OneDiff is off or this torch is untested."""
     here = f"on cpu with torch {torch.__version__}"
     reason = "CUDA graphs need an NVIDIA or AMD GPU, and this is the CPU"
     assert new_runtime.devices.start_line(Settings()) == f"eager is used {here}: {reason}"
@@ -108,9 +115,9 @@ def test_the_first_log_line_names_the_backend_and_the_reason(
 
 
 @pytest.mark.parametrize("how", ["configured", "its own", "for the run"])
-def test_while_onediff_is_off_the_host_serves(new_runtime: Runtime, how: str) -> None:
-    """Off in the runtime's settings, for this UNet, or for one image. host_runs() returns how often the host's forward
-    ran."""
+def test_while_onediff_is_off_the_host_computes_the_call(new_runtime: Runtime, how: str) -> None:
+    """how: OneDiff is off in the runtime's settings (configured), in this UNet's own, or for one image (the run).
+    host_runs() returns how often the host's forward ran."""
     unet = diffusers_unet()
     off = Settings(enabled=False)
     new_runtime.adopt(unet, off if how == "its own" else None)
@@ -125,13 +132,15 @@ def test_while_onediff_is_off_the_host_serves(new_runtime: Runtime, how: str) ->
 
 
 def route() -> str:
+    """The route of the last call."""
     return served_by()[1]
 
 
 @pytest.mark.parametrize("at", ["network_and_settings", "adopt"])
-def test_a_fault_in_finding_a_unets_network_leaves_the_call_to_the_host_with_a_reason(
+def test_a_fault_while_onediff_looks_a_unet_up_leaves_the_call_to_the_host_with_a_reason(
     new_runtime: Runtime, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
+    """at: the method of Runtime that raises."""
     def fails(*arguments: Any, **named: Any) -> None:
         raise KeyError("no such thing")
 
@@ -141,7 +150,8 @@ def test_a_fault_in_finding_a_unets_network_leaves_the_call_to_the_host_with_a_r
     assert "a fault of OneDiff in looking a UNet up" in new_runtime.status()["reason"]
 
 
-def test_a_call_that_records_gradients_is_computed_by_the_host_and_has_them() -> None:
+def test_a_call_that_records_gradients_is_computed_by_the_host_and_backward_works() -> None:
+    """The next call, without gradients, is served by OneDiff."""
     unet = lib_onediff.compile_unet(diffusers_unet())
     call = a_call(unet)
     unet(call.latent, call.timestep, call.context).sample.sum().backward()
@@ -152,7 +162,8 @@ def test_a_call_that_records_gradients_is_computed_by_the_host_and_has_them() ->
 
 
 def test_a_call_under_autocast_does_not_fail_the_check_of_later_calls() -> None:
-    """Under autocast the host itself rounds to bfloat16, which says nothing about later calls."""
+    """Under autocast the host rounds to bfloat16: a difference from its output there must not count against later calls
+    without autocast, which OneDiff serves."""
     unet = lib_onediff.compile_unet(diffusers_unet())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output = served(unet, a_call(unet))
@@ -174,8 +185,11 @@ MISFITS: dict[str, Callable[[UNetCall], UNetCall]] = {
 
 
 @pytest.mark.parametrize("misfit", MISFITS.values(), ids=MISFITS)
-def test_inputs_of_wrong_shapes_raise_diffusers_own_exception(misfit: Callable[[UNetCall], UNetCall]) -> None:
-    """Type and text are those without OneDiff, and the next valid call is served."""
+def test_inputs_that_do_not_fit_the_unet_raise_the_same_exception_as_without_onediff(
+    misfit: Callable[[UNetCall], UNetCall]
+) -> None:
+    """misfit: makes one input of a valid call missing, or wrong in shape or dtype. The exception has the same type and
+    text, and the next valid call is served by OneDiff."""
     unet = diffusers_unet(**SMALL_XL)
     call = misfit(a_call(unet))
     with pytest.raises((RuntimeError, ValueError, TypeError)) as expected:
@@ -188,8 +202,9 @@ def test_inputs_of_wrong_shapes_raise_diffusers_own_exception(misfit: Callable[[
     assert route() == "plain", reason()
 
 
-def test_two_unets_in_two_threads_have_outputs_close_to_their_own() -> None:
-    """Both have one architecture, and share the table's two entries, but no weights."""
+def test_two_unets_called_in_two_threads_give_outputs_close_to_their_own_forwards() -> None:
+    """They have the same architecture and different weights. They share the two entries of the table of shapes, one for
+    each size."""
     unets = [lib_onediff.compile_unet(diffusers_unet(seed)) for seed in (1, 2)]
 
     def worst(unet: Any) -> float:

@@ -1,5 +1,10 @@
-"""Layers that a file stores in INT8 or FP8, by the native operators: as exact as torch's operators, which follow the
-host's rule, with rows that norms, gated units and activations quantize."""
+"""Stored layers, whose weight a checkpoint stores in INT8 or FP8: the native operators compute them as exactly as the
+torch operators do.
+
+For such a layer, the host also quantizes the inputs (rows of tokens). The torch operators follow this rule; in the
+native ones, a norm, gated unit or activation before the layer may write quantized rows. The error is measured against
+float64 with the decoded weight.
+"""
 from __future__ import annotations
 
 from typing import Any
@@ -22,7 +27,7 @@ from lib_onediff.devices.torch import operators as torch_ops
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.float16
 WIDTH, OUT, TOKENS = 256, 64, 6
-# The largest ratio of their error to that of torch's operators.
+# The largest allowed ratio of the native operators' error to that of the torch operators.
 WORSE = 1.15
 OPS = NativeOperators()
 
@@ -33,7 +38,11 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def stored(out: int, width: int, rotation: int = 0, bias: bool = True, one_scale: bool = False) -> LayerWeights:
-    """A layer whose weight exists in INT8 alone. Its products are as large as its input."""
+    """A layer whose weight exists in INT8 alone, with outputs about as large as its inputs.
+
+    rotation: the group size of the Hadamard rotation of its inputs (ConvRot); 0: none. one_scale: whether the weight
+    has one scale, instead of one for each output row.
+    """
     generator = torch.Generator().manual_seed(out + width)
     values = torch.randint(-128, 128, (out, width), generator=generator).to(DEVICE, torch.int8)
     scales = (torch.rand((1, 1 if one_scale else out), generator=generator).to(DEVICE) + 0.5) / 74 / width**0.5
@@ -42,15 +51,19 @@ def stored(out: int, width: int, rotation: int = 0, bias: bool = True, one_scale
 
 
 def with_lora(layer: LayerWeights) -> LayerWeights:
+    """The layer with a random LoRA of rank 4, which reads the unquantized inputs."""
     out, width = layer.weight.shape
     down, up = random(4, width, seed=1) / width**0.5, random(out, 4, seed=2)
     return layer._replace(low_rank=LowRank(down, ((0, up),)))
 
 
 def assert_as_close_as_torch(work: Any, *layers: LayerWeights) -> None:
-    """The native operators are as close to the file's weights, in float64, as torch's are without LoRAs: with LoRAs,
-    torch's do not round the input. work: a function of operators, layers, and a function that makes a tensor of the
-    dtype."""
+    """Check that the native operators' error is at most WORSE times that of the torch operators, both against float64
+    with decoded weights. For the torch operators, LoRAs are removed, because with a LoRA they do not quantize the
+    input.
+
+    work: computes an output from operators, layers, and a function that converts a tensor to the dtype.
+    """
     plain = [layer._replace(low_rank=None) for layer in layers]
     ours = work(OPS, *layers, torch.Tensor.clone)
     exact = work(torch_ops, *map(stored_layer, layers), torch.Tensor.double)
@@ -61,10 +74,10 @@ def assert_as_close_as_torch(work: Any, *layers: LayerWeights) -> None:
 
 
 @grid(rotation=[0, 64, 256], lora=[False, True], one_scale=[False, True], bias=[True, False])
-def test_a_stored_linear_layers_error_is_at_most_that_of_torchs_operators(
+def test_a_stored_linear_layer_is_as_exact_as_with_the_torch_operators(
     rotation: int, lora: bool, one_scale: bool, bias: bool
 ) -> None:
-    """See assert_as_close_as_torch: compared with the result for the decoded weight in float64."""
+    """Errors are against float64 with the decoded weight. rotation, one_scale: see stored()."""
     layer = stored(OUT, WIDTH, rotation, bias, one_scale)
     layer = with_lora(layer) if lora else layer
 
@@ -75,9 +88,12 @@ def test_a_stored_linear_layers_error_is_at_most_that_of_torchs_operators(
 
 
 @grid(rotation=[0, 16, 256], lora=[False, True], norm=["layer", "adaptive", "rms"])
-def test_a_norm_that_quantizes_for_a_stored_layer_is_as_exact_as_torchs(rotation: int, lora: bool, norm: str) -> None:
-    """found: whether the norm has quantized the rows itself, in one launch, which the kernel does for no rotation and
-    the rotation by 256. torch's operators never do."""
+def test_a_norm_before_a_stored_layer_is_as_exact_as_with_the_torch_operators(
+    rotation: int, lora: bool, norm: str
+) -> None:
+    """The native norm itself quantizes the rows for the layer, in one launch, if rotation (see stored()) is 0 or 256;
+    the torch operators never do. found: whether the norm did so, in each run of work(). lora: the layer has a LoRA,
+    which needs the unquantized rows too."""
     layer = stored(OUT, WIDTH, rotation)
     layer = with_lora(layer) if lora else layer
     found = []
@@ -104,10 +120,11 @@ def test_a_norm_that_quantizes_for_a_stored_layer_is_as_exact_as_torchs(rotation
 
 
 @grid(rotation=[0, 256], lora=[False, True], gated=[False, True], bias=[False, True], norm=[False, True])
-def test_a_stored_layer_added_to_the_residual_is_as_exact_as_torchs(
+def test_a_stored_layer_added_to_the_residual_is_as_exact_as_with_the_torch_operators(
     rotation: int, lora: bool, gated: bool, bias: bool, norm: bool
 ) -> None:
-    """Twice. gated, norm: a gate and a norm of the update before it is added."""
+    """The layer's output is added to the residual twice in a row. gated, norm: whether it is multiplied by a gate, and
+    the first time normed, before it is added. rotation: see stored()."""
     layer = stored(OUT, WIDTH, rotation, bias)
     layer = with_lora(layer) if lora else layer
 
@@ -122,9 +139,11 @@ def test_a_stored_layer_added_to_the_residual_is_as_exact_as_torchs(
 
 
 @grid(rotation=[0, 256], lora=[False, True], way=["geglu", "swiglu", "gelu", "tanh"])
-def test_a_feed_forward_of_stored_layers_is_as_exact_as_torchs(rotation: int, lora: bool, way: str) -> None:
-    """lora: on the second layer, which reads the unquantized rows: one launch makes both kinds. way: the unit or
-    activation between the layers."""
+def test_a_feed_forward_of_stored_layers_is_as_exact_as_with_the_torch_operators(
+    rotation: int, lora: bool, way: str
+) -> None:
+    """way: the gated unit or activation between the two layers. lora: whether the second layer has a LoRA, which needs
+    the unquantized rows: one launch of the unit writes both kinds. rotation: of the second layer, see stored()."""
     hidden = 256
     into = stored(hidden if way in ("gelu", "tanh") else 2 * hidden, 64)
     out = stored(OUT, hidden, rotation)
@@ -145,8 +164,8 @@ def test_a_feed_forward_of_stored_layers_is_as_exact_as_torchs(rotation: int, lo
 
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("lora", [True, False])
-def test_a_stored_1x1_convolution_is_as_exact_as_torchs(together: bool, lora: bool) -> None:
-    """together: its input is two images that are concatenated while they are read."""
+def test_a_stored_1x1_convolution_is_as_exact_as_with_the_torch_operators(together: bool, lora: bool) -> None:
+    """together: whether the input is two feature maps, which the kernel concatenates while it reads them."""
     layer = stored(OUT, WIDTH, 256)
     layer = with_lora(layer) if lora else layer
 
@@ -163,11 +182,13 @@ def test_a_stored_1x1_convolution_is_as_exact_as_torchs(together: bool, lora: bo
 
 @pytest.mark.parametrize("shape", [(OUT, 40), (40, 48), (24, 64)], ids=str)
 def test_a_stored_layer_of_a_size_that_no_kernel_supports_is_computed_by_torch(shape: tuple[int, int]) -> None:
+    """shape: the layer's outputs and inputs. The output equals that of the torch operators to the bit."""
     layer, x = stored(*shape), random(2, TOKENS, shape[1])
     assert torch.equal(OPS.linear(x, layer), torch_ops.linear(x, layer))
 
 
 def test_a_stored_layer_of_a_float32_model_is_computed_by_torch() -> None:
+    """The norm before the layer does not quantize either. The output equals that of the torch operators to the bit."""
     layer, x = stored(OUT, WIDTH, 256), random(2, TOKENS, WIDTH).float()
     layer = layer._replace(weight=layer.weight.float(), bias=layer.bias.float())
     normed = OPS.residual_norm(Residual(x), LayerWeights(x[0, 0], x[0, 1]), LayerNorm("", WIDTH, 1e-5), layer)[1]
@@ -175,10 +196,10 @@ def test_a_stored_layer_of_a_float32_model_is_computed_by_torch() -> None:
     assert torch.equal(OPS.linear(x, layer), torch_ops.linear(x, layer))
 
 
-def test_inputs_in_16_bits_are_not_rounded_for_a_weight_that_onediff_has_quantized() -> None:
-    """For a weight in INT8 from a file (stored=True), the layer's inputs are rounded to eight bits too, by the host's
-    rule, so its error is larger. A weight that OneDiff has quantized (stored=False) is decoded, and inputs in 16 bits
-    stay as they are."""
+def test_inputs_are_not_quantized_for_a_weight_that_onediff_itself_has_quantized() -> None:
+    """For a weight in INT8 from a file (stored=True), the layer's inputs are quantized to eight bits too, by the host's
+    rule, so that the error is above 1e-3. A weight that OneDiff has quantized (stored=False) is decoded, and the inputs
+    stay in float16."""
     layer, x = stored(OUT, WIDTH), random(2, TOKENS, WIDTH)
     [quantized] = layer.low_bit
     ours = layer._replace(low_bit=(quantized._replace(stored=False),))
@@ -188,7 +209,8 @@ def test_inputs_in_16_bits_are_not_rounded_for_a_weight_that_onediff_has_quantiz
 
 @pytest.mark.parametrize("values", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_a_stored_float8_weight_is_decoded_on_a_gpu_that_cannot_multiply_float8(values: torch.dtype) -> None:
-    """result_dtype: a card's answer, here None for all dtypes. Equal to torch's operators to the bit."""
+    """result_dtype: the function that says in which dtype a GPU multiplies; here None: it cannot. The norm before the
+    layer does not quantize, and the output equals that of the torch operators to the bit."""
     cannot = NativeOperators(result_dtype=lambda device, dtype: None)
     weight = QuantizedWeight(random(OUT, WIDTH).to(values), torch.full((1, 1), 0.1, device=DEVICE))
     layer = LayerWeights(torch.empty(OUT, WIDTH, dtype=HALF, device="meta"), random(OUT), (weight,))
@@ -199,7 +221,7 @@ def test_a_stored_float8_weight_is_decoded_on_a_gpu_that_cannot_multiply_float8(
     assert torch.equal(cannot.linear(rows, layer), torch_ops.linear(rows, layer))
 
 
-def test_a_rotation_whose_groups_do_not_divide_the_layer_is_refused() -> None:
+def test_a_rotation_whose_group_size_does_not_divide_the_inputs_of_the_layer_is_refused() -> None:
     layer = stored(OUT, 320, 256)
     with pytest.raises(Refusal, match="ConvRot groups of 256 do not divide a layer of 320 inputs"):
         OPS.linear(random(1, 320), layer)

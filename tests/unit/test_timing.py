@@ -1,4 +1,4 @@
-"""Times, and when a ratio of them is shown."""
+"""Measured times of a step with OneDiff and by the host, and when their ratio is shown as a speedup."""
 from __future__ import annotations
 
 import contextlib
@@ -26,6 +26,7 @@ SECONDS_OF_THE_FIRST = 0.2
 
 
 def stopwatch(*milliseconds: float) -> Stopwatch:
+    """A stopwatch with these measured times."""
     made = Stopwatch()
     for one in milliseconds:
         made.add(one / 1e3)
@@ -36,14 +37,16 @@ def an_entry(own: Stopwatch, host: Stopwatch) -> Entry:
     return Entry(KEY, "SD1", own=own, host=host)
 
 
-def test_a_stopwatchs_median_is_settled_after_three_times() -> None:
+def test_the_median_of_a_stopwatch_is_settled_after_three_times() -> None:
+    """Before that, settled_ms is None."""
     assert (stopwatch().median_ms, stopwatch().settled_ms) == (None, None)
     assert (stopwatch(5.0, 7.0).median_ms, stopwatch(5.0, 7.0).settled_ms) == (6.0, None)
     assert stopwatch(5.0, 9.0, 6.0).settled_ms == 6.0
 
 
-def test_a_stopwatch_forgets_the_times_of_another_route() -> None:
-    """Calls of a graph and calls without one take different times."""
+def test_a_stopwatch_forgets_earlier_times_when_the_route_changes() -> None:
+    """Calls with a graph and calls without one take different times. After the change, the median is of the new times
+    and not settled yet."""
     watch = Stopwatch()
     for _ in range(ENOUGH):
         watch.time(CPU, lambda: None, "plain")
@@ -52,8 +55,8 @@ def test_a_stopwatch_forgets_the_times_of_another_route() -> None:
     assert watch.settled_ms is None and watch.median_ms is not None
 
 
-def test_a_speedup_is_shown_only_after_enough_times_of_both_sides() -> None:
-    """In an entry, and in the rows of the table that a page shows."""
+def test_a_speedup_is_shown_only_after_enough_times_with_onediff_and_of_the_host() -> None:
+    """The ratio is None before that, in an entry and in the row that the Cache page shows for it."""
     few = stopwatch(1.0)
     enough = stopwatch(2.0, 2.0, 2.0)
     for own, host in ((few, enough), (enough, few), (few, few)):
@@ -64,8 +67,9 @@ def test_a_speedup_is_shown_only_after_enough_times_of_both_sides() -> None:
     assert entry.ratio == resolution_row([entry]).ratio == 4.5 / 2.25
 
 
-def test_a_time_of_few_calls_is_stored_only_if_it_makes_no_speedup() -> None:
-    """kept: the step's and the host's time in the row of the history, whose quotient a later process would show."""
+def test_a_time_of_few_calls_is_stored_only_if_no_speedup_can_be_computed_from_it() -> None:
+    """A later process shows the quotient of the two stored times as a speedup. kept: step_ms and host_ms in the row of
+    the history; None: not stored. remembered: the host's time from an earlier process."""
     few = stopwatch(1.0)
     enough = stopwatch(2.0, 2.0, 2.0)
     remembered = stopwatch()
@@ -101,8 +105,9 @@ class Host:
 def test_a_check_times_the_host_after_its_first_run_and_a_slow_host_only_once(
     seconds: float, is_warm_up: bool, timed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first run takes 0.2 s, as one that loads kernels. timed: the further runs. Nobody waits while OneDiff
-    pre-warms."""
+    """The first run is not timed: it may load kernels, and takes 0.2 s here. seconds: the limit up to which the host is
+    timed often; with -1, every host is slow. timed: the number of timed runs. is_warm_up: OneDiff pre-warms, so that no
+    user waits, and a slow host is timed often too."""
     monkeypatch.setattr(verify, "SECONDS_TO_TIME_THE_HOST", seconds)
     entry = Entry(KEY)
     host = Host()
@@ -112,8 +117,9 @@ def test_a_check_times_the_host_after_its_first_run_and_a_slow_host_only_once(
     assert (entry.host.settled_ms is not None) == (timed == ENOUGH)
 
 
-def test_prewarming_times_a_host_whose_output_was_checked_by_an_earlier_process(tmp_path: Path) -> None:
-    """Such an output is not compared again, so that the host would never be timed. It is not timed in a user's call."""
+def test_prewarming_times_the_host_at_a_shape_that_an_earlier_process_has_checked(tmp_path: Path) -> None:
+    """Such a shape is not compared with the host again, so that the host would never be timed. It is timed while
+    OneDiff pre-warms, and not in a user's call. calls: the number of the host's runs."""
     unet = shared_unet("SD1")
     host = Host()
     call = a_call(unet)
