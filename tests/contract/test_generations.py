@@ -1,4 +1,6 @@
-"""Generations of every WebUI with OneDiff: which calls it serves, its reasons, and what is left when it is off."""
+"""Generations of every WebUI with OneDiff: which calls OneDiff serves, the reason in its status if it does not, and
+that it leaves nothing behind when it is switched off. The WebUIs (hosts) are stand-ins with the code that OneDiff
+hooks."""
 from __future__ import annotations
 
 import sys
@@ -36,14 +38,15 @@ def same(made: Made, expected: Made) -> bool:
 
 
 def attributes(host: Host) -> list[set[str]]:
-    """The attributes' names of each of the WebUI's objects."""
+    """The names of the attributes of each of the WebUI's modules and objects."""
     modules = [set(vars(module)) for network in host.networks() for module in network.modules()]
     objects = getattr(host.checkpoint, "forge_objects", host.checkpoint)
     return [*modules, set(vars(host.checkpoint)), *(set(vars(part)) for part in vars(objects).values())]
 
 
-def test_onediff_serves_unet_and_vae_and_the_image_is_close_to_the_hosts(host: Host) -> None:
-    """For three generations, without a fault or a reason in the status."""
+def test_onediff_serves_unet_and_vae_and_the_image_is_close_to_that_of_the_webui(host: Host) -> None:
+    """Three generations in each WebUI, compared with one by the WebUI alone. The status has no fault and no reason, and
+    the WebUI's name and release are recognised."""
     expected = host.generate()
     adapter = host.start()
     decodes = runtime.status()["vae"]["calls"]["ours"]
@@ -58,11 +61,11 @@ def test_onediff_serves_unet_and_vae_and_the_image_is_close_to_the_hosts(host: H
 
 
 @pytest.mark.parametrize("host", ["a1111"], indirect=True)
-def test_with_lowvram_every_call_is_served_and_the_layer_on_the_gpu_is_moved_back(
+def test_with_lowvram_every_unet_call_is_served_and_the_block_on_the_gpu_is_moved_back(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With --lowvram, the WebUI's hooks move one block at a time to the GPU. Our forward uses the weights without these
-    hooks, so a block that was on the GPU must go back."""
+    """With --lowvram, the WebUI's hooks move a block to the GPU before its forward, and the previous block back. Our
+    forward runs without these hooks, so OneDiff moves the last block back."""
     expected = host.generate()
     lowvram = host.module("modules.lowvram")
     monkeypatch.setattr(host.module("modules.shared").cmd_opts, "lowvram", True)
@@ -77,9 +80,9 @@ def test_with_lowvram_every_call_is_served_and_the_layer_on_the_gpu_is_moved_bac
     assert lowvram.module_in_gpu is None
 
 
-def test_the_host_serves_networks_of_derived_classes(host: Host) -> None:
-    """Even with the same name: the methods of a derived class may compute something else. Here the UNet and the decoder
-    are of derived classes, and the encoder stays OneDiff's."""
+def test_the_host_serves_networks_whose_class_is_derived_from_a_known_one(host: Host) -> None:
+    """A class derived from a known one may compute something else, even if it has the same name. Here the UNet and the
+    VAE's decoder have such classes; OneDiff still serves the encoder."""
     expected = host.generate()
     host.start()
     decoder = next(module for module in host.networks()[-1].modules() if type(module).__name__ == "Decoder")
@@ -100,8 +103,9 @@ def test_the_host_serves_networks_of_derived_classes(host: Host) -> None:
 
 
 def test_serving_again_adds_no_hook_and_switching_off_restores_the_webui(host: Host) -> None:
-    """Switched off, the WebUI has its own forwards and attributes, its weights in their own memory, and its own image
-    to the bit."""
+    """Before each of three generations, OneDiff is switched on and the model announced once more. Switched off, the
+    WebUI has the forwards and attributes of before, no weights fused in shared memory, and the same image to the
+    bit."""
     expected = host.generate()
     before = attributes(host)
     originals = host.forwards()
@@ -124,7 +128,7 @@ def test_serving_again_adds_no_hook_and_switching_off_restores_the_webui(host: H
 
 
 def test_a_script_that_the_webui_reloads_gets_the_same_adapter(host: Host) -> None:
-    """A second adapter would hook the UNet a second time."""
+    """The adapter hooks the WebUI's classes; a second one would hook the UNet twice."""
     expected = host.generate()
     adapter = host.start()
     host.switch(False)
@@ -136,9 +140,10 @@ def test_a_script_that_the_webui_reloads_gets_the_same_adapter(host: Host) -> No
 @pytest.mark.parametrize(
     ("host", "in_place"), [*((name, False) for name in HOSTS), ("classic", True)], indirect=["host"]
 )
-def test_loras_that_the_webui_merges_and_removes_are_in_our_images(host: Host, in_place: bool) -> None:
-    """Switched off with a LoRA merged, OneDiff leaves the WebUI its weights with and without the LoRA. in_place:
-    whether the WebUI writes merged weights into the present tensors."""
+def test_our_images_follow_loras_that_the_webui_merges_and_removes(host: Host, in_place: bool) -> None:
+    """At each strength, our image is close to the one of the WebUI alone. Switched off while a LoRA is merged, OneDiff
+    leaves the merged weights and the WebUI's backup of the original ones intact. in_place: whether the WebUI writes
+    merged weights into the present tensors."""
     if in_place:
         host.write_in_place()
     sequence = (0.0, 0.5, 0.25, 0.0, 0.5)
@@ -161,8 +166,8 @@ def test_loras_that_the_webui_merges_and_removes_are_in_our_images(host: Host, i
 
 @pytest.mark.parametrize("host", ["a1111"], indirect=True)
 def test_a_lora_changes_the_digest_of_the_weights_and_not_that_of_the_hosts_code(host: Any) -> None:
-    """Every loaded LoRA is a new object. If it counted as code, no verdict of another process would be valid for it.
-    The same LoRA gives the same digest again."""
+    """The digests are keys of the verdicts on our output that other processes reuse. A LoRA is a new object each time
+    it is loaded: if it counted as code, no verdict would be found again. The same LoRA gives the same digests again."""
     host.start()
     digests = []
     for strength in (0.0, 0.5, 0.0, 0.5):
@@ -177,7 +182,8 @@ def test_a_lora_changes_the_digest_of_the_weights_and_not_that_of_the_hosts_code
 @pytest.mark.parametrize("host", ["a1111"], indirect=True)
 def test_unmerged_loras_are_computed_beside_their_layers(host: Any) -> None:
     """sequence: strengths, each with whether A1111 computes LoRAs beside the layers (option lora_functional). Our
-    images are close to the host's, and later the host's own are right again."""
+    images are close to those of A1111 alone. At the end, lora_functional is on and no LoRA is loaded: A1111's forward
+    would leave a merged LoRA in the weight, ours removes it."""
     sequence = ((0.5, False), (0.5, True), (0.25, True), (0.5, True), (0.0, False))
     expected = []
     for strength, online in sequence:
@@ -188,7 +194,7 @@ def test_unmerged_loras_are_computed_beside_their_layers(host: Any) -> None:
         host.set_lora(strength, online)
         made, calls = calls_of(host.generate)
         assert calls == OURS and close(made, hosts), runtime.status()["reason"]
-    # If nothing is to be merged, the host alone leaves merged LoRAs in the weights.
+    # With lora_functional and no LoRA loaded, A1111's own forward leaves a merged LoRA in the weight.
     host.set_lora(0.5)
     assert close(host.generate(), expected[0])
     host.set_lora(0.0, online=True)
@@ -196,8 +202,9 @@ def test_unmerged_loras_are_computed_beside_their_layers(host: Any) -> None:
 
 
 @pytest.mark.parametrize("host", ["a1111"], indirect=True)
-def test_the_host_computes_an_unmerged_network_that_is_not_a_lora(host: Any) -> None:
-    """A full difference of a convolution's weight, which our forward cannot compute beside the layer."""
+def test_the_host_serves_with_an_unmerged_network_that_is_not_a_lora(host: Any) -> None:
+    """A1111 calls LoRAs and their like networks. This one is a full difference of a convolution's weight, which our
+    forward cannot compute beside the layer. The reason names it."""
     host.start()
     host.set_lora(0.0, online=True)
     networks = host.module("networks")
@@ -209,13 +216,14 @@ def test_the_host_computes_an_unmerged_network_that_is_not_a_lora(host: Any) -> 
 
 
 def add_noise(h: Tensor, skip: Tensor, options: Any) -> tuple[Tensor, Tensor]:
-    """A function of an extension that draws random numbers, as token merging does."""
+    """An output block patch that draws random numbers, as token merging does."""
     return h + 0.1 * torch.randn_like(h), skip
 
 
 @pytest.mark.parametrize("host", FAMILY, indirect=True)
 def test_our_forward_calls_an_extensions_output_block_patch(host: Host) -> None:
-    """The patch is in the call's transformer_options. It draws the same random numbers as in the host's forward."""
+    """The patch is in the call's transformer_options, and draws random numbers. It gets the same ones from our forward
+    as from the host's, with which the image is compared."""
     def extension(patcher: Any) -> None:
         patcher.set_model_output_block_patch(add_noise)
 
@@ -236,7 +244,8 @@ def test_our_forward_calls_an_extensions_output_block_patch(host: Host) -> None:
 
 @pytest.mark.parametrize("host", FAMILY, indirect=True)
 def test_our_forward_adds_the_residuals_of_controlnet_and_t2i_adapters(host: Host) -> None:
-    """They are as large as the skips and the middle block's output, which hooks record first."""
+    """The residuals are random tensors with the shapes of the skips and of the middle block's output, which forward
+    hooks record first. The image is close to the host's with the same residuals."""
     skips: list[Tensor] = []
     blocks = (*host.unet.input_blocks, host.unet.middle_block)
     hooks = [block.register_forward_hook(lambda *given: skips.append(given[-1].clone())) for block in blocks]
@@ -255,8 +264,8 @@ def test_our_forward_adds_the_residuals_of_controlnet_and_t2i_adapters(host: Hos
     assert calls == OURS and close(made, expected)
 
 
-def test_a_forward_on_the_unet_object_that_calls_its_classs_forward_is_served_except_in_a1111(host: Host) -> None:
-    """The class's forward is OneDiff's hook, which so gets the call all the same."""
+def test_a_forward_on_the_unet_object_that_calls_the_class_forward_is_served_except_in_a1111(host: Host) -> None:
+    """OneDiff's hook is the forward of the class, so the call still reaches it."""
     unet = host.unet
     expected = host.generate()
     host.start()
@@ -273,11 +282,11 @@ def test_a_forward_on_the_unet_object_that_calls_its_classs_forward_is_served_ex
 
 @pytest.mark.parametrize("host", ["a1111"], indirect=True)
 @pytest.mark.parametrize("replaced", ["the class's forward", "the caller"])
-def test_an_extension_that_replaces_code_above_our_hook_is_named(
+def test_the_status_names_an_extension_that_replaces_the_code_that_calls_our_hook(
     host: Host, replaced: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """OneDiff then sees no UNet call. The status names the extension (here this module), and OneDiff serves again
-    without it."""
+    """replaced: what the extension (here this module) replaces, so that no UNet call reaches OneDiff's hook. Without
+    the extension, OneDiff serves again."""
     host.start()
     kind, method = {
         "the class's forward": (type(host.unet), "forward"), "the caller": (type(host.checkpoint), "apply_model"),
@@ -293,6 +302,8 @@ def test_an_extension_that_replaces_code_above_our_hook_is_named(
 def test_the_host_serves_with_the_old_lycoris_extension_and_the_reason_says_to_uninstall_it(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A1111 lists the forwards that the extension has patched in modules.patches. With an empty list, OneDiff serves
+    again."""
     expected = host.generate()
     layer, *_ = [each for each in host.unet.modules() if isinstance(each, nn.Linear)]
     host.start()
@@ -309,7 +320,8 @@ def test_the_host_serves_with_the_old_lycoris_extension_and_the_reason_says_to_u
 
 @pytest.mark.parametrize("host", ["a1111"], indirect=True)
 def test_the_host_serves_a_generation_in_which_an_extension_runs_the_layers_itself(host: Host) -> None:
-    """As ControlNet does in A1111: its forward is on the UNet object. Without it, OneDiff serves again."""
+    """As ControlNet does in A1111, the extension sets a forward on the UNet object that calls the UNet's layers. The
+    reason names it. Without it, OneDiff serves again."""
     plain = host.generate()
     unet = host.unet
     unet.forward = MethodType(controlled_forward, unet)
@@ -327,9 +339,9 @@ def test_the_host_serves_a_generation_in_which_an_extension_runs_the_layers_itse
     assert calls == OURS and close(made, plain)
 
 
-def test_a_generation_of_a_pre_warmed_size_adds_no_entry_to_the_table(host: Host) -> None:
-    """The table has an entry for each shape that OneDiff has prepared. Pre-warming also leaves the WebUI's lock
-    free."""
+def test_a_generation_of_a_pre_warmed_size_adds_no_table_entry_for_unet_or_decode(host: Host) -> None:
+    """The table has an entry for each shape that OneDiff has prepared. Only the VAE's encode, which is not pre-warmed,
+    adds one. Pre-warming leaves the WebUI's queue lock free."""
     adapter = host.start()
     assert calls_of(lambda: adapter.exclusively(lambda: adapter.warm(64, 64, 2, 77)))[1] == {"plain": 1}
     adapter.exclusively(lambda: adapter.warm_decode(48, 48, 1))
@@ -341,8 +353,8 @@ def test_a_generation_of_a_pre_warmed_size_adds_no_entry_to_the_table(host: Host
 
 
 @pytest.mark.parametrize("host", ["a1111"], indirect=True)
-def test_in_a1111_the_unet_class_of_sdxl_is_served_too(host: Host) -> None:
-    """A1111 has two UNet classes: sgm's for SDXL, and ldm's for SD1 and SD2."""
+def test_in_a1111_sgms_unet_class_for_sdxl_is_served_too(host: Host) -> None:
+    """A1111 has two UNet classes: sgm's for SDXL, and ldm's for SD1 and SD2, which the other tests use."""
     host.unet_module = "sgm.modules.diffusionmodules.openaimodel"
     host.checkpoint.model.diffusion_model = host.new_unet()
     expected = host.generate()

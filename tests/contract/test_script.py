@@ -1,4 +1,4 @@
-"""scripts/onediff.py in the demo's WebUI: its callbacks, also when they fail, its arguments, and what it writes
+"""scripts/onediff.py in the demo's WebUI: its callbacks, also if they raise, its script arguments, and what it writes
 to the infotext."""
 from __future__ import annotations
 
@@ -96,9 +96,9 @@ def standalone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stan
 def test_a_fault_in_a_callback_does_not_change_the_image(
     where: Any, hook: str, standalone: Standalone, tracebacks: Any
 ) -> None:
-    """where: returns the object that has the broken function, and the function's name. A fault at the end of a
-    generation comes after OneDiff's image; after the others, the image is the WebUI's own to the bit. OneDiff serves
-    the next generation."""
+    """where: returns the object whose function is made to raise, and that function's name. hook: the callback's name in
+    the recorded sentence. After a fault before the sampling, the WebUI's own forward computes the image; a fault at the
+    end of a generation comes after OneDiff's forward. OneDiff serves the next generation."""
     standalone.switch(False)
     expected = standalone.generate()
     standalone.switch(True)
@@ -125,9 +125,9 @@ def test_a_fault_in_a_callback_does_not_change_the_image(
 def test_the_infotext_says_why_script_arguments_have_no_effect(
     on: bool, arguments: tuple[Any, ...], problem: str, infotext: str | None, standalone: Standalone,
 ) -> None:
-    """Clients of the API get the infotext. on: whether OneDiff is on in the settings. problem: a part of the infotext's
-    entry "OneDiff problem". infotext: its entry "OneDiff". If the arguments leave OneDiff off without asking for it,
-    the page shows the problem as a comment too."""
+    """Clients of the API send script arguments and get the infotext. on: whether OneDiff is on in the settings.
+    problem: a part of the infotext's entry "OneDiff problem". infotext: its entry "OneDiff". If OneDiff is off against
+    the request, the page shows the problem as a comment, too."""
     standalone.switch(on)
     p = Generation()
     standalone.page.process(p, *arguments)
@@ -146,8 +146,9 @@ def test_the_infotext_says_why_script_arguments_have_no_effect(
 def test_the_infotext_leaves_out_options_that_had_no_effect(
     wanted: Any, while_made: str, infotext: str, standalone: Standalone
 ) -> None:
-    """In an image of one step, on a CPU, where DeepCache has no step to skip, and no weight is stored in 8 bits.
-    while_made: the infotext of a preview, before it is known which options have an effect."""
+    """wanted: the script argument. The image has one step, so that DeepCache has no step to skip, and is made on a CPU,
+    where no weight is stored in 8 bits. while_made: the infotext of a preview, before it is known which options have an
+    effect."""
     p = Generation()
     standalone.page.process(p, wanted)
     assert p.extra_generation_params["OneDiff"] == while_made
@@ -164,8 +165,8 @@ def test_the_infotext_leaves_out_options_that_had_no_effect(
 def test_the_infotext_says_if_the_network_is_not_accelerated(
     wanted: Any, without_network: str, with_vae: str, standalone: Standalone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """without_network: the infotext if OneDiff does not serve the network. with_vae: the infotext if OneDiff has then
-    decoded the image."""
+    """wanted: the script argument. without_network: the infotext if OneDiff serves neither the UNet or transformer nor
+    the VAE. with_vae: the infotext if it has decoded the image."""
     p = Generation()
     standalone.page.process(p, wanted)
     standalone.page.process_before_every_sampling(p)
@@ -185,7 +186,8 @@ def test_the_infotext_says_if_the_network_is_not_accelerated(
 def test_of_options_for_unets_and_for_transformers_the_infotext_names_those_that_were_used(
     used: frozenset[str], infotext: str, standalone: Standalone
 ) -> None:
-    """used: the options that the generation's log says had an effect."""
+    """The request sets an option of each kind. used: the options that had an effect, as the generation's log has
+    them."""
     p = Generation()
     standalone.page.process(p, {"deepcache_interval": 3, "transformer_interval": 2})
     standalone.page.process_before_every_sampling(p)
@@ -200,7 +202,8 @@ def test_of_options_for_unets_and_for_transformers_the_infotext_names_those_that
 def test_only_the_environment_variable_sets_the_cache_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, variable: str | None
 ) -> None:
-    """variable: ONEDIFF_CACHE. Without one, or with a blank one, the folder is cache/onediff in the WebUI's data."""
+    """variable: ONEDIFF_CACHE; None: not set. If it is not set or blank, the folder is cache/onediff in the WebUI's
+    data folder. The setting of earlier versions, still stored in config.json, has no effect."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("ONEDIFF_CACHE", raising=False)
@@ -220,7 +223,7 @@ def test_only_the_environment_variable_sets_the_cache_folder(
     lambda host: (host.script.xyz, "remove_axes"),
 ], ids=["jobs.stop", "release_all", "remove_axes"])
 def test_a_fault_while_the_script_is_unloaded_leaves_no_hook(where: Any, standalone: Standalone) -> None:
-    """where: returns the object that has the broken function, and the function's name."""
+    """where: returns the object whose function is made to raise, and that function's name."""
     standalone.generate()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(*where(standalone), broken)

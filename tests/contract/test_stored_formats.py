@@ -1,5 +1,5 @@
 """Checkpoints whose weights Forge Neo stores in 4 or 8 bits: our forward computes with the numbers in the file, an edit
-of them counts at the next call, and the host serves formats that OneDiff does not support."""
+of a stored weight takes effect at the next call, and the host serves formats that OneDiff does not support."""
 from __future__ import annotations
 
 import dataclasses
@@ -64,18 +64,21 @@ def z_image_host(fresh_runtime: None) -> Iterator[StoredZImage]:
 
 
 def generate_as_stored(host: Moved) -> Made:
-    """A generation by the WebUI with the numbers in the file; see StoredNeo.as_stored."""
+    """A generation by the WebUI's own code with the numbers in the file and unrounded inputs; see
+    StoredNeo.as_stored."""
     with host.as_stored():
         return host.generate()
 
 
 def largest_error(name: str) -> float:
-    """The largest relative error of one call of ours. In INT8, a few inputs may be rounded to the other side."""
+    """The largest accepted relative error of one call of ours. In INT8, a few inputs may be rounded up in our forward
+    and down in the host's."""
     return 0.02 if name.startswith("INT8") else CLOSE
 
 
 def limit_of(host: Moved, name: str) -> float:
-    """The largest relative error of our generation from generate_as_stored(). Call it before OneDiff is started."""
+    """The largest accepted relative error of our generation against generate_as_stored(). Call it before OneDiff is
+    started."""
     return max(CLOSE, 4 * sensitivity(host)) if name.startswith("INT8") else CLOSE
 
 
@@ -94,8 +97,9 @@ CASES = [
 def test_a_checkpoint_in_every_format_is_served_and_switching_off_restores_it(
     of: str, name: str, disabled: tuple[str, ...], request: pytest.FixtureRequest
 ) -> None:
-    """of: the fixture of the host. disabled: the formats in which this GPU does not multiply. In others the host rounds
-    inputs, so that our result is nearer to generate_as_stored() than the host's."""
+    """of: the host's fixture. name: the format. disabled: formats in which the host's GPU cannot multiply, so that the
+    host decodes the weights. For the others, the host rounds the layers' inputs, which our forward does not (except in
+    INT8). So our latent is compared with that of generate_as_stored()."""
     host = request.getfixturevalue(of)
     plain = host.generate()
     host.store(name, disabled)
@@ -135,7 +139,8 @@ ADAPTED = (
 
 @pytest.mark.parametrize("name", ["INT8 (ConvRot)", "FP8 (e4m3, scaled)", "FP8 (e5m2, scaled)", "NVFP4", "GGUF Q8_0"])
 def test_unmerged_loras_are_computed_beside_stored_weights(host: StoredAnima, name: str) -> None:
-    """OneDiff keeps the LoRAs' factors in float32, and no decoded weight."""
+    """Our latent is compared with that of generate_as_stored() with the same LoRAs. OneDiff keeps the LoRAs' factors in
+    float32, and no decoded weight."""
     host.store(name)
     one, two = lora(host, ADAPTED), lora(host, ALONE, rank=2, seed=7)
     sequence: Any = ((), ((one, 0.5),), ((one, 0.0),), ((one, 0.25), (two, 0.8)), ((two, 0.8),), ())
@@ -165,10 +170,11 @@ def test_unmerged_loras_are_computed_beside_stored_weights(host: StoredAnima, na
 
 
 @pytest.mark.parametrize("name", ["INT8 by rows", "INT8 (ConvRot)", "FP8 (e4m3, scaled)", "NVFP4"])
-def test_loras_that_the_host_merges_into_stored_weights_and_removes_are_in_our_images(
+def test_our_images_follow_loras_that_the_host_merges_into_stored_weights_and_removes(
     host: StoredAnima, name: str
 ) -> None:
-    """The host rounds each merged weight, into a new tensor with other scales, which our forward must read."""
+    """The host stores a merged weight, rounded, in a new tensor with other scales, which our forward must read. Our
+    latent is compared with that of generate_as_stored() at each strength."""
     host.store(name)
     one = lora(host, ADAPTED)
     sequence: Any = ((), ((one, 0.5),), ((one, 0.25),), ())
@@ -188,8 +194,7 @@ def test_loras_that_the_host_merges_into_stored_weights_and_removes_are_in_our_i
 
 @pytest.mark.parametrize("name", ["INT8", "FP8 (e5m2, scaled)", "GGUF Q8_0"])
 def test_a_loha_is_applied_to_a_decoded_copy_of_its_layers_weight(host: StoredAnima, name: str) -> None:
-    """Unlike a LoRA, it cannot be computed beside the layer. There are copies only of the layers with such a
-    function."""
+    """Unlike a LoRA, a LoHa cannot be computed beside the layer. Only the one layer that has it gets a decoded copy."""
     path = "blocks.1.mlp.layer2"
     difference = loha(host, (path,))
     host.store(name)
@@ -211,7 +216,7 @@ EDITED = (
 )
 
 
-# By layer: all layers with the same input, whose weights our forward multiplies as one.
+# By layer: all layers with the same input, which our forward computes in one product.
 BESIDE = {
     "blocks.0.self_attn.k_proj": [f"blocks.0.self_attn.{one}_proj" for one in "qkv"],
     "blocks.0.cross_attn.v_proj": [f"blocks.0.cross_attn.{one}_proj" for one in "kv"],
@@ -222,7 +227,7 @@ BESIDE = {
 
 
 def make_edit(edit: Any, host: StoredAnima, path: str, seed: int) -> None:
-    """Edit a layer. An edit of the format is made in all layers with the same input, as in files."""
+    """Edit a layer. An edit of the format is made in all layers with the same input, because files store them alike."""
     paths = BESIDE.get(path, [path]) if edit in OF_A_FORMAT else [path]
     for one in paths:
         edit(host, host.unet.get_submodule(one), Random(seed))
@@ -270,8 +275,8 @@ def in_q4(host: StoredAnima, layer: Any, chance: Random) -> None:
 
 
 def edit_rotation(host: StoredAnima, layer: Any, chance: Random) -> None:
-    """Switch the rotation on or off, in a new tensor or in the present one: the same numbers then mean
-    another weight."""
+    """Switch ConvRot's rotation of an INT8 weight on or off, in a new tensor or in the present one: the same stored
+    numbers then mean another weight."""
     weight = layer.weight
     if getattr(weight, "_layout_cls", "") == "TensorWiseINT8Layout":
         params = dataclasses.replace(weight._params, convrot=not weight._params.convrot, convrot_groupsize=GROUP)
@@ -282,7 +287,7 @@ def edit_rotation(host: StoredAnima, layer: Any, chance: Random) -> None:
 
 
 def edit_decoding(host: StoredAnima, layer: Any, chance: Random) -> None:
-    """Switch on or off that the host decodes this weight before it multiplies."""
+    """Switch on or off whether the host decodes this weight before it multiplies."""
     if hasattr(layer, "_full_precision_mm"):
         layer._full_precision_mm = not layer._full_precision_mm
 
@@ -313,7 +318,7 @@ def test_the_call_after_an_edit_of_a_stored_weight_computes_with_the_edit(
     host: StoredAnima, name: str, edit: Any
 ) -> None:
     """Edits are in place or in new tensors, in inference mode and outside. Our output is compared with the host's for
-    the edited weights. An edit of how the host multiplies or rotates may leave the output as it was."""
+    the edited weights. Every edit except edit_decoding and edit_rotation must change the host's output."""
     host.store(name)
     host.begin()
     plain, calls = calls_of(host.output)
@@ -337,11 +342,12 @@ def test_the_call_after_an_edit_of_a_stored_weight_computes_with_the_edit(
     ("INT8", edit_rotation, 0), ("INT8 (ConvRot)", in_plain_numbers, 2), ("INT8 by rows", in_nvfp4, 1),
     ("FP8 (e4m3, scaled)", in_plain_numbers, 0), ("MXFP8", in_nvfp4, 2), ("GGUF Q8_0", in_q4, 0),
 ])
-def test_layers_with_one_input_and_several_formats_are_decoded(
+def test_layers_with_one_input_are_decoded_if_their_formats_differ(
     host: StoredAnima, name: str, edit: Any, place: int
 ) -> None:
-    """Some files store a few layers with more bits. Our forward then rounds no inputs of such layers, and is nearer to
-    the numbers in the file than the host. edit: makes the formats differ. place: index into BESIDE."""
+    """Some files store a few layers with more bits than their neighbours. If layers with one input differ, our forward
+    decodes their weights and rounds no inputs. edit: makes the formats of two or more such layers differ. place: index
+    of the layer in BESIDE."""
     host.store(name)
     path, beside = list(BESIDE.items())[place]
     for one in {path, beside[0]}:
@@ -358,9 +364,11 @@ def test_layers_with_one_input_and_several_formats_are_decoded(
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_random_edits_of_stored_weights_never_make_a_wrong_output(host: StoredAnima, seed: int) -> None:
-    """Each output is close to the host's, whoever computes it; OneDiff must compute more than 15 of 25, or the host's
-    own output would prove nothing."""
+def test_outputs_after_random_edits_of_stored_weights_are_close_to_those_of_the_host(
+    host: StoredAnima, seed: int
+) -> None:
+    """Each of 25 outputs is close to the host's for the edited weights. More than 15 must be computed by our forward:
+    the host's forward is correct anyway."""
     chance = Random(seed)
     host.store(chance.choice(MIXED))
     host.begin()
@@ -402,7 +410,7 @@ def of_tomorrows_file(host: StoredAnima, layer: Any) -> None:
 
 
 def in_four_bits(host: StoredAnima, layer: Any) -> None:
-    """As with bitsandbytes: a parameter of a class that has its own shape."""
+    """As in Forge with bitsandbytes: a parameter of the class ForgeParams4bit."""
     kind = type("ForgeParams4bit", (nn.Parameter,), {"quant_type": "nf4"})
     weight = nn.Parameter(decoded_weight(layer), requires_grad=False)
     weight.__class__ = kind
@@ -471,8 +479,9 @@ def alike(made: Any, expected: Any) -> bool:
 
 @pytest.mark.parametrize(("case", "path"), [*((case, BROKEN) for case in UNKNOWN), ("layout", FUSED)])
 def test_the_host_serves_while_a_layers_format_is_unsupported(host: StoredAnima, case: str, path: str) -> None:
-    """A layer of a served network gets such a weight: the host's output or exception follows, with the reason.
-    Restored, OneDiff's output is the same as before to the bit. Switching off then leaves no joined weights."""
+    """path: the layer of a served network that gets a weight in such a format; FUSED is one that our forward computes
+    in one product with others. The calls then give the host's output or exception, and the status the reason. With the
+    old weight, our output equals the one before to the bit. Switching off leaves no weights in shared memory."""
     name, breaks, reason = UNKNOWN[case]
     host.store(name)
     layer = host.unet.get_submodule(path)
@@ -506,7 +515,8 @@ def test_the_host_serves_while_a_layers_format_is_unsupported(host: StoredAnima,
 
 
 def test_the_host_serves_a_checkpoint_with_an_unsupported_layout(host: StoredAnima) -> None:
-    """From its loading on. The layout's name is in the reason and in Binding's refusal."""
+    """The checkpoint has such a layer from the start, not by a later edit. The reason and Binding's Refusal have the
+    layout's name."""
     host.store("INT8 (ConvRot)")
     in_unknown_layout(host, host.unet.get_submodule(BROKEN))
     expected = host.generate()
@@ -519,7 +529,8 @@ def test_the_host_serves_a_checkpoint_with_an_unsupported_layout(host: StoredAni
 
 
 def test_the_host_serves_while_a_quantized_weights_scale_is_nan(host: StoredAnima) -> None:
-    """Both outputs are NaN then, which no comparison accepts. A NaN that comes later is in the output too."""
+    """With a NaN scale, our output and the host's are NaN, so that the check of the first use fails. With the scale
+    restored, OneDiff serves. If the scale becomes NaN after the check, the output is NaN, too."""
     host.store("INT8")
     scale = host.unet.get_submodule(BROKEN).weight._params.scale
     before = scale.clone()
@@ -538,8 +549,8 @@ def test_the_host_serves_while_a_quantized_weights_scale_is_nan(host: StoredAnim
 def test_animas_mlps_are_multiplied_in_fp8_only_if_the_hosts_release_rounds_their_inputs(
     host: StoredAnima, dimensions: int, is_rounded: bool
 ) -> None:
-    """The inputs of these MLPs have five dimensions, those of q_proj three. dimensions: the host's release rounds
-    inputs with at most so many."""
+    """dimensions: the host's release rounds inputs that have at most this many dimensions. The inputs of the MLPs have
+    five, those of q_proj three. is_rounded: whether an MLP's weight is multiplied in FP8."""
     mixed = host.module("backend.operations_mixed_precision").mixed_precision_ops
     host.mixed = lambda disabled: mixed(disabled, dimensions).Linear
     host.store("FP8 (e4m3, scaled)", ())

@@ -1,4 +1,5 @@
-"""A1111's LoRAs: each layer's patched forward merges them in place, from a backup, or adds them to its output."""
+"""Stands for A1111's extensions-builtin/Lora/networks.py. A layer's patched forward merges the loaded networks into its
+weight, in place and with a backup, or adds them to its output (option lora_functional)."""
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -12,7 +13,8 @@ loaded_networks: list[Any] = []
 
 
 def network(name: str, strength: float, differences: dict[str, torch.Tensor]) -> Any:
-    """A LoRA. differences: the tensors that it adds, by the layer's name for a weight, by "<name>.bias" for a bias."""
+    """A network of loaded_networks. differences: by a layer's name, what it adds to the layer's weight; by
+    "<name>.bias", what it adds to its bias. A matrix becomes a LoRA, any other tensor a full difference."""
     net = SimpleNamespace(
         name=name, te_multiplier=1.0, unet_multiplier=strength, dyn_dim=None, differences=differences, modules={}
     )
@@ -22,7 +24,7 @@ def network(name: str, strength: float, differences: dict[str, torch.Tensor]) ->
 
 
 class NetworkModuleFull:
-    """The part of a LoRA for one layer."""
+    """The part of a network for one layer: here a full difference of a convolution's weight."""
 
     def __init__(self, net: Any, difference: torch.Tensor) -> None:
         self.network = net
@@ -36,7 +38,8 @@ class NetworkModuleFull:
 
 
 class NetworkModuleLora(NetworkModuleFull):
-    """A plain LoRA of full rank."""
+    """The part of a plain LoRA for one linear layer. Its rank is the layer's input width: the down matrix is the
+    identity, the up matrix 4 times the difference, and alpha / rank 1/4."""
 
     def __init__(self, net: Any, difference: torch.Tensor) -> None:
         super().__init__(net, difference)
@@ -78,7 +81,8 @@ def network_restore_weights_from_backup(layer: Any) -> None:
 
 
 def network_forward(layer: Any, x: torch.Tensor, original: Any) -> torch.Tensor:
-    """Merge the loaded LoRAs into a layer, as A1111 does: if none is loaded, merged ones stay in the weight."""
+    """The output of a layer with the loaded networks computed beside it, after merged ones were removed from its
+    weight. If none is loaded, merged ones stay in the weight, as in A1111."""
     if not loaded_networks:
         return original(layer, x)
     network_restore_weights_from_backup(layer)

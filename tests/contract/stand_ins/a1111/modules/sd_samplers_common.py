@@ -1,4 +1,4 @@
-"""The function that decodes a sampling's result."""
+"""A1111's function that decodes the latent of a sampling."""
 from __future__ import annotations
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""The folder with the WebUI's data."""
+"""The WebUI's data folder."""
 from __future__ import annotations
 
 data_path = "stand-in data"

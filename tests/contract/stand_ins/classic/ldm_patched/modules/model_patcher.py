@@ -1,4 +1,5 @@
-"""Classic's model patcher: its backups under a merged LoRA are plain tensors, and it may write weights in place."""
+"""Forge Classic's model patcher. The backup of a weight with a merged LoRA is a plain tensor, not a parameter. With
+weight_inplace_update, merged weights are written into the present tensors."""
 from __future__ import annotations
 
 from typing import Any

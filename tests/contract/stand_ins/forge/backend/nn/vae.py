@@ -1,4 +1,4 @@
-"""Forge's VAE, derived from ldm's."""
+"""Forge's VAE classes, here derived from ldm's."""
 from __future__ import annotations
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""sgm's classes, which are copies of ldm's: the same code runs again in this module."""
+"""sgm's VAE classes. They are copies of ldm's, so this module executes the code of ldm's file."""
 from __future__ import annotations
 
 from importlib.util import find_spec
