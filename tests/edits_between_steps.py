@@ -1,4 +1,8 @@
-"""The edits that edits_in_samplings.py makes, by kind: those of edits_of_*.py that fit, and more edits of modules."""
+"""The edits that edits_in_samplings.py makes, by kind: the suitable ones of edits_of_*.py, and more edits of modules.
+
+An edit is a function of a network and a random generator. It changes the network at a random place, and returns a
+function that undoes the change, or None if it cannot be undone.
+"""
 from __future__ import annotations
 
 import random
@@ -46,7 +50,7 @@ def hook_before_with_keywords(network: Any, chance: random.Random) -> Undo:
 
 
 def hook_in_the_dictionary(network: Any, chance: random.Random) -> Undo:
-    """As some extensions set hooks: by writing into the module's own dictionary."""
+    """Write a forward hook into a module's _forward_hooks, as some extensions do."""
     hooks = some(network, chance, (nn.Conv2d, nn.Linear, nn.GroupNorm))._forward_hooks
     key = 10**6 + chance.randrange(10**6)
     hooks[key] = lambda module, inputs, output: scaled(output, 1.1)
@@ -61,7 +65,7 @@ def hook_before_everywhere(network: Any, chance: random.Random) -> Undo:
 
 
 def call_on_an_instance(network: Any, chance: random.Random) -> Undo:
-    """torch's __call__ runs it in the place of the class's."""
+    """Set _call_impl or _wrapped_call_impl on a module: torch's __call__ then runs it in place of the class's."""
     module = some(network, chance, (nn.Conv2d, nn.Linear, nn.GroupNorm))
     name = chance.choice(["_call_impl", "_wrapped_call_impl"])
     if not hasattr(module, name) or name in vars(module):
@@ -81,7 +85,7 @@ class Louder(nn.Module):
 
 
 def other_activation(network: Any, chance: random.Random) -> Undo:
-    """A module without parameters is replaced by one of another class."""
+    """Replace a module without parameters by one of another class."""
     places = [
         (parent, name) for parent in network.modules() for name, child in parent.named_children()
         if isinstance(child, (nn.SiLU, nn.Identity, nn.Dropout, nn.GELU))
@@ -116,7 +120,7 @@ def add_buffer(network: Any, chance: random.Random) -> Undo:
 
 
 def buffer_for_a_weight(network: Any, chance: random.Random) -> Undo:
-    """The layer computes with a buffer in the place of its parameter."""
+    """Replace a layer's weight parameter by a buffer of the same name."""
     layer = some(network, chance, (nn.Conv2d, nn.Linear), lambda one: one._parameters.get("weight") is not None)
     if "weight" in vars(layer):
         raise Inapplicable
@@ -132,7 +136,7 @@ def buffer_for_a_weight(network: Any, chance: random.Random) -> Undo:
 
 
 def tensor_in_the_dictionary(network: Any, chance: random.Random) -> Undo:
-    """The layer computes with an attribute that is no parameter."""
+    """Write a tensor "weight" into a layer's __dict__: attribute access finds it before the parameter."""
     layer = some(network, chance, (nn.Conv2d, nn.Linear), lambda one: one._parameters.get("weight") is not None)
     if "weight" in vars(layer):
         raise Inapplicable
@@ -143,16 +147,16 @@ def tensor_in_the_dictionary(network: Any, chance: random.Random) -> Undo:
 
 @torch.no_grad()
 def resize_memory(network: Any, chance: random.Random) -> None:
-    """The parameter object stays, over another memory of another layout."""
+    """Give a parameter object other values in new memory, a part of a larger storage."""
     layer = some(network, chance, (nn.Conv2d, nn.Linear), lambda one: one._parameters.get("weight") is not None)
     weight = layer.weight
-    room = torch.zeros(2, *weight.shape, dtype=weight.dtype)
-    room[1] = weight * 1.1
-    weight.data = room[1]
+    memory = torch.zeros(2, *weight.shape, dtype=weight.dtype)
+    memory[1] = weight * 1.1
+    weight.data = memory[1]
 
 
 def share_layer(network: Any, chance: random.Random) -> Undo:
-    """One layer takes the place of another of its class and size, and stays at its own."""
+    """Replace a layer by another layer of the network with the same class and size, which is then used twice."""
     layers = [
         (parent, name, child) for parent in network.modules() for name, child in parent.named_children()
         if isinstance(child, (nn.Linear, nn.Conv2d, nn.GroupNorm))
@@ -169,7 +173,8 @@ def share_layer(network: Any, chance: random.Random) -> Undo:
 
 
 def default_of_a_forward(network: Any, chance: random.Random) -> Undo:
-    """A function set on an instance has a default, which is changed later: here at once, through its function."""
+    """Set a forward with a default argument on a module, and change that default through the function's
+    __defaults__."""
     module = some(network, chance, (nn.Conv2d, nn.Linear, nn.GroupNorm), lambda one: "forward" not in vars(one))
     below = type(module).forward
 
@@ -182,7 +187,7 @@ def default_of_a_forward(network: Any, chance: random.Random) -> Undo:
 
 
 def apply_function(network: Any, chance: random.Random) -> Undo:
-    """Of Forge Neo's layers: a function that the host applies to the weight at each call."""
+    """Add a function to a Forge Neo layer's weight_function, which the host applies to the weight at each call."""
     factor = chance.uniform(0.8, 1.2)
     layer = some(network, chance, (nn.Conv2d, nn.Linear), lambda one: hasattr(one, "weight_function"))
     return applied(layer, lambda weight: weight * factor)
@@ -194,7 +199,7 @@ def apply_lora(network: Any, chance: random.Random) -> Undo:
 
 
 def other_strength(network: Any, chance: random.Random) -> Undo:
-    """Of a LoRA that is applied: the number is written into the host's list."""
+    """Change the strength of an applied LoRA in the host's list of patches."""
     layer = some(network, chance, nn.Linear, lambda one: any(map(is_patch, vars(one).get("weight_function", ()))))
     patch = next(filter(is_patch, layer.weight_function)).patches["key"][0]
     before = patch[0]
@@ -204,13 +209,13 @@ def other_strength(network: Any, chance: random.Random) -> Undo:
 
 @torch.no_grad()
 def other_numbers(network: Any, chance: random.Random) -> None:
-    """Of a LoRA that is applied: by an edit that torch does not count."""
+    """Change an applied LoRA's up matrix through .data, which torch's version counter does not count."""
     layer = some(network, chance, nn.Linear, lambda one: any(map(is_patch, vars(one).get("weight_function", ()))))
     next(filter(is_patch, layer.weight_function)).patches["key"][0][1][1][0].data.mul_(1.2)
 
 
 class HostsPatch:
-    """ComfyUI's function for a list of patches: here one LoRA of rank 4."""
+    """ComfyUI's weight function for a list of patches: here one LoRA of rank 4."""
 
     def __init__(self, weight: Tensor, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -240,7 +245,7 @@ ON_MODULES = (
     wrap_layer, add_buffer, buffer_for_a_weight, tensor_in_the_dictionary, resize_memory, share_layer,
     default_of_a_forward,
 )
-# Of Forge Neo's layers.
+# Edits of the functions that Forge Neo applies to weights.
 FUNCTIONS = (apply_function, apply_lora, apply_lora, other_strength, other_numbers)
 OF_MODULES: dict[str, list[Edit]] = {
     "weights": edits("weights", edits_of_modules.WEIGHTS, of_both),

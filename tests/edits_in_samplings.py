@@ -1,11 +1,12 @@
-"""Random edits of networks between the steps of samplings with DeepCache. Each answer is compared with that of a twin,
-which the host's own code runs.
+"""Edits networks at random between the steps of samplings with DeepCache. Each output is compared with that of a twin,
+an equally edited copy of the network that the host's own code runs.
 
     python tests/edits_in_samplings.py --edits 400 --seed 0 [--networks sdxl,cosmos,anima] [--kinds weights,code]
 
-The rule: an edit of a layer that cached steps compute takes effect at the next step, an edit of any other layer at the
-next whole step. The twin computes a cached step by its whole forward, in which the activation at the cut is replaced by
-that of the last whole step.
+A whole step computes all layers. A cached step computes the outer layers, and reuses the output of the inner layers
+(the activation at the cut) of the last whole step. The rule: an edit of an outer layer takes effect at the next step,
+an edit of any other layer at the next whole step. For a cached step, the twin runs its whole forward, in which the
+activation at the cut is replaced by that of the last whole step.
 """
 from __future__ import annotations
 
@@ -42,21 +43,24 @@ from lib_onediff.runtime.runtime import runtime
 from lib_onediff.steps import schedules
 
 STEPS = 16
-# How often a step is preceded by an edit or its undoing, and how often the edit is of a layer that cached steps read.
+# The probability that an edit, or the undoing of one, precedes a step; and that an edit is of a layer that cached steps
+# compute.
 OFTEN = 0.3
 OF_THE_PART = 0.5
+# The most edits that are in effect at once, of those that can be undone.
 MOST_STANDING = 2
-# The smallest change of a cached step's output that tells that it reads what was edited.
+# The smallest change of a cached step's output that shows that the step depends on what was edited.
 SEEN = 1e-6
-# Edits of values that torch does not count. The step computes with the new ones, around the old activation.
+# Edits of values that torch's version counters do not count. A cached step after one uses the new values, and still
+# reuses the activation of the last whole step.
 UNCOUNTED = frozenset({"add_to_data", "edit_one_row", "other_numbers"})
 
 
 @dataclass
 class Report:
-    """edits: the number made or undone, by kind. steps: their number, by (whole or cached, route). wrong: the failures,
-    a line each. unknown: the number of cached steps that the twin cannot compute, because an edit makes the layers that
-    are skipped raise. worst: the largest relative error."""
+    """The result of run(). edits: how many edits were made or undone, by kind. steps: how many steps ran, by ("whole"
+    or "cached", route). wrong: the failures, a line each. unknown: the number of cached steps that the twin could not
+    compute because an edit makes an inner layer raise. worst: the largest relative error of the other outputs."""
 
     edits: Counter[str] = field(default_factory=Counter)
     steps: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -66,6 +70,8 @@ class Report:
 
 
 class Run:
+    """Samplings with one pair of networks."""
+
     def __init__(self, pair: Pair, cut: Cut, chance: random.Random, kinds: Sequence[str]) -> None:
         self.pair = pair
         self.cut = cut
@@ -77,7 +83,7 @@ class Run:
         self._cached_in_a_row = 0
 
     def given(self, index: int) -> Given:
-        """The inputs of a step."""
+        """The inputs of the step with this index."""
         pair = self.pair
         given = pair.inputs_of((8, 8), 2, 77, pair.random(0))
         latent = given[pair.names[0]]
@@ -88,6 +94,7 @@ class Run:
         return {**given, pair.names[1]: torch.full_like(timestep, time, dtype=torch.float32)}
 
     def times(self, is_share: bool) -> list[float]:
+        """The timesteps of a sampling: from 1 for a flow model (is_share), else from 1000."""
         times = [1 - index / STEPS for index in range(STEPS)]
         return times if is_share else [1000 * time for time in times]
 
@@ -104,7 +111,8 @@ class Run:
             runtime.end_sampling(pair.ours)
 
     def edit(self, index: int) -> bool:
-        """Make an edit, or undo one. Returns whether it changes the output of a cached step, and torch counts it."""
+        """Make an edit, or undo one. Returns whether it changes the output of a cached step of the twin; False for
+        edits that torch does not count."""
         before = self.cached_output(index)
         is_counted = True
         if self._standing and (len(self._standing) >= MOST_STANDING or self.chance.random() < 0.5):
@@ -117,13 +125,14 @@ class Run:
         return after.shape != before.shape or distance(after, before) > SEEN
 
     def cached_output(self, index: int) -> Tensor | None:
+        """The twin's output for a cached step; None if it raises, or before the first whole step."""
         if self.cut.kept is None:
             return None
         output, _ = attempt(self.pair, self.cut.cached, self.given(index))
         return output if isinstance(output, Tensor) else None
 
     def make(self) -> str:
-        """Make an edit. Returns its name."""
+        """Make an edit, of a random kind. Returns its name."""
         kind = self.chance.choice(self.kinds)
         of_modules = kind in OF_MODULES
         edit = self.chance.choice((OF_MODULES if of_modules else OF_EVERYTHING)[kind])
@@ -159,6 +168,8 @@ class Run:
             self.undo_last()
 
     def step(self, index: int, is_read: bool) -> None:
+        """Compute a step by both networks, and report a difference. is_read: whether an edit before this step changes
+        the output of a cached step; the step must then be a whole one."""
         report = self.report
         pair = self.pair
         given = self.given(index)
@@ -176,9 +187,9 @@ class Run:
         where = f"step {index}, {half} by {route} ({runtime.status()['reason']})"
         self._cached_in_a_row = self._cached_in_a_row + 1 if is_cached else 0
         if is_cached and is_read:
-            self.wrong(f"{where}: the edit before it had no effect")
+            self.wrong(f"{where}: it must be a whole step, because an edit changed a layer that cached steps compute")
         if self._cached_in_a_row >= INTERVAL:
-            self.wrong(f"{where}: it must be a whole one")
+            self.wrong(f"{where}: it must be a whole step")
         if isinstance(theirs, Exception) and is_cached:
             report.unknown += 1
             return
@@ -202,14 +213,14 @@ class Run:
 def run(
     network: str, count: int, seed: int, kinds: Sequence[str] = KINDS, most_wrong: int = 5,
 ) -> Report:
-    """Run samplings with `count` edits, and at the end two without any. The second must be served by graphs, as before
-    all edits."""
+    """Run samplings until `count` edits were made or undone, or `most_wrong` failures found. Then undo all edits, and
+    run two samplings without edits; graphs must serve every step of the second one, as before the first edit."""
     forget_everything()
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patch, exact_products():
         # The host is not timed.
         patch.setattr(verify, "SECONDS_TO_TIME_THE_HOST", -1.0)
-        # Whole steps are INTERVAL steps apart.
+        # Whole steps are evenly spaced, INTERVAL steps apart.
         patch.setattr(schedules, "TABLES", {})
         patch.setattr(schedules, "authors_whole_steps", lambda total, interval: frozenset(range(0, total, interval)))
         schedules.schedule_for.cache_clear()
@@ -240,7 +251,7 @@ def run(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--edits", type=int, default=400, help="edits made or undone, of each network")
+    made.add_argument("--edits", type=int, default=400, help="the number of edits to make or undo in each network")
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--networks", default=",".join(NETWORKS))
     made.add_argument("--kinds", default=",".join(KINDS))

@@ -57,7 +57,8 @@ def rotated(heads: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool) ->
 
 
 def stored_layer(layer: LayerWeights) -> LayerWeights:
-    """The decoded weight of a layer that exists in eight bits alone, with its LoRA added, if it has one."""
+    """The layer in float64, of one that is stored in 8 bits: with the decoded weight, to which its LoRA, if any, is
+    added."""
     [quantized] = layer.low_bit
     weight = quantized.values.double() * quantized.scales.double().t()
     group = quantized.rotation
@@ -70,8 +71,8 @@ def stored_layer(layer: LayerWeights) -> LayerWeights:
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Attention of heads, (batch, heads, tokens, width); keys and values may have fewer heads. mask: see
-    core.operators."""
+    """Attention of (batch, heads, tokens, width). Keys and values may have fewer heads, each shared by several of the
+    queries'. mask: as for Operators.attention in core.operators, a tensor."""
     shared_by = query.shape[1] // key.shape[1]
     key, value = (part.double().repeat_interleave(shared_by, dim=1) for part in (key, value))
     scores = query.double() @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
@@ -82,7 +83,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = N
 
 
 def worst_error(output: Tensor, exact: Tensor) -> float:
-    """The largest difference, in units of the error of rounding the exact value to output's dtype."""
+    """The largest difference of an element, in units of eps of output's dtype times max(|exact|, 1)."""
     assert output.shape == exact.shape
     unit = torch.finfo(output.dtype).eps * exact.abs().clamp_min(1.0)
     return float(((output.double() - exact).abs() / unit).max())
@@ -95,8 +96,8 @@ def relative_error(output: Tensor, exact: Tensor) -> float:
 
 
 def rounded_rows(rows: Tensor, kind: Any, one_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Rows (rows, width) as 8-bit values of the same shape, and their float32 scales: (rows, 1), each from its row's
-    largest value, or the given one. kind: see weights.low_bit.Kind."""
+    """Quantize rows (rows, width): returns 8-bit values of the same shape, and float32 scales, (rows, 1), each from its
+    row's largest value, or one_scale. kind: see weights.low_bit.Kind."""
     wide = rows.float()
     scales = wide.abs().amax(1, keepdim=True).clamp_min(1e-12) / kind.largest if one_scale is None else one_scale
     ratio = wide / scales
@@ -109,9 +110,9 @@ def one_scale_of(rows: Tensor, kind: Any) -> Tensor:
 
 
 def hosts_rows(rows: Tensor, matrix: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Rows (rows, width) as int8 and their float32 scales (rows, 1), as the hosts' CUDA kernels quantize the input of a
-    layer stored in INT8. matrix: groups of the row are multiplied by it first; a rotated row is then rounded to its
-    dtype, in which the scale is applied."""
+    """Quantize rows (rows, width) as the hosts' CUDA kernels quantize the input of a layer stored in INT8: returns int8
+    values, and float32 scales (rows, 1). matrix: a rotation, by which groups of a row are multiplied first. The rotated
+    row is rounded to rows' dtype, and divided by the scale in that dtype."""
     wide = rows.float()
     if matrix is not None:
         wide = (wide.unflatten(-1, (-1, len(matrix))) @ matrix).flatten(-2)

@@ -1,5 +1,5 @@
-"""The networks of edits_in_samplings.py, each with a twin, whose forward (the host's code) runs as a whole step or as a
-cached one: the reference for OneDiff's steps."""
+"""The networks of edits_in_samplings.py. Each has a twin whose forward, the host's code, is the reference for OneDiff's
+whole steps (all layers are computed) and cached ones (the activation at DeepCache's cut is reused)."""
 from __future__ import annotations
 
 import contextlib
@@ -22,8 +22,8 @@ INTERVAL = 3
 
 
 class Cut(ABC):
-    """The host's forward of a network, whole, or as a cached step. kept: the activation at the cut at the last whole
-    step."""
+    """Runs the host's forward of a network as a whole step or as a cached one. found: the activation at the cut in the
+    last call of whole(). kept: the activation that cached() reuses."""
 
     kept: Tensor | None = None
 
@@ -33,11 +33,11 @@ class Cut(ABC):
 
     @abstractmethod
     def part(self, network: Any) -> list[nn.Module]:
-        """The modules that a cached step reads."""
+        """The modules that a cached step computes."""
 
     @abstractmethod
     def hooks(self, kept: Tensor | None) -> list[Any]:
-        """Hooks that note the activation in found, or put kept in its place."""
+        """Register hooks that store the activation in found, or, unless kept is None, replace it by kept."""
 
     def whole(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(None, *args, **kwargs)
@@ -55,7 +55,8 @@ class Cut(ABC):
 
 
 class UNetCut(Cut):
-    """At depth 1: the last resnet gets the inner part's result, and beside it the first convolution's."""
+    """The cut at depth 1: the input of the last resnet is the concatenation of the activation that is reused and the
+    first convolution's output, which a cached step computes."""
 
     def part(self, network: Any) -> list[nn.Module]:
         return [
@@ -78,7 +79,8 @@ class UNetCut(Cut):
 
 
 class TransformerCut(Cut):
-    """At depth 1: the first block, and what the others have added. blocks: the name of their list."""
+    """The cut at depth 1: a cached step computes the first block, and adds what all other blocks added in the last
+    whole step. blocks: the name of the network's list of blocks."""
 
     def __init__(self, network: Any, blocks: str) -> None:
         super().__init__(network)
@@ -105,6 +107,8 @@ class TransformerCut(Cut):
 
 
 class CosmosPair(DiffusersPair):
+    """diffusers' Cosmos transformer, with OneDiff and without."""
+
     names = ("hidden_states", "timestep", "encoder_hidden_states")
 
     def __init__(self) -> None:
@@ -145,7 +149,7 @@ def cosmos() -> Iterator[tuple[Pair, Cut]]:
 
 @contextlib.contextmanager
 def anima() -> Iterator[tuple[Pair, Cut]]:
-    """Of Forge Neo, which applies functions to weights at each call."""
+    """Anima in Forge Neo, which applies functions to weights at each call."""
     with with_pretended_graphs(), running("neo", AnimaHost) as host:
         pair = AnimaPair(host, "cpu")
         runtime.configure(Settings(backend=NATIVE, deepcache_interval=INTERVAL))

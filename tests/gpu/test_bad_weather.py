@@ -1,4 +1,4 @@
-"""Failures and lack of memory on a real GPU: the next backend serves, and the entry has the reason."""
+"""Failures and lack of memory on a real GPU: a slower route serves the call, and the status has the reason."""
 from __future__ import annotations
 
 import gc
@@ -32,8 +32,8 @@ def unet() -> Iterator[nn.Module]:
 
 @torch.no_grad()
 def check_calls(unet: nn.Module, given: dict[str, Any], calls: int = 4) -> tuple[str, str]:
-    """Make several calls, each of which must have the right output; a failed backend is tried twice. Returns the
-    backend and the route of the last one."""
+    """Make several calls, by default four, because a failed backend is tried twice, and compare each output with the
+    host's. Returns the backend and the route of the last one."""
     for _ in range(calls):
         output = unet(**given, return_dict=False)[0]
         assert relative_error(output, host(unet, given)) < CLOSE, last_call()
@@ -43,7 +43,7 @@ def check_calls(unet: nn.Module, given: dict[str, Any], calls: int = 4) -> tuple
 def test_after_a_failed_capture_the_size_is_served_without_a_graph_and_other_sizes_with_one(
     unet: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fault: a kernel of ours synchronises the GPU, which CUDA forbids during a capture."""
+    """The capture fails because a kernel of ours synchronises the GPU, which CUDA forbids during a capture."""
     original = native_tokens.gated
 
     def gated(*given: Any) -> Tensor:
@@ -64,8 +64,8 @@ def test_after_a_failed_capture_the_size_is_served_without_a_graph_and_other_siz
 
 
 def test_a_measurement_frees_memory_that_torch_keeps_unused_if_it_needs_it() -> None:
-    """512 MiB are kept unused, and no more may be reserved. time_ms() captures work() as a CUDA graph, whose pool
-    cannot use them until they are freed."""
+    """torch's allocator keeps 512 MiB unused, and may reserve no more. time_ms() captures work(), which needs 64 MiB,
+    as a CUDA graph, whose memory pool cannot use kept memory until it is freed."""
     device = torch.device("cuda")
 
     def work() -> torch.Tensor:
@@ -81,8 +81,9 @@ def test_a_measurement_frees_memory_that_torch_keeps_unused_if_it_needs_it() -> 
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_a_call_on_a_full_gpu_is_right_or_runs_out_of_memory_in_the_hosts_forward(unet: nn.Module) -> None:
-    """With 50, 150 and 400 MiB of memory left. Once there is more again, OneDiff serves as before."""
+def test_a_call_on_a_full_gpu_is_close_to_the_host_or_runs_out_of_memory_in_the_host(unet: nn.Module) -> None:
+    """50, 150 and 400 MiB of GPU memory are left. A call that runs out of memory must do so in the host's forward,
+    which would also fail without OneDiff. Once there is memory again, OneDiff serves as before."""
     small = arguments(unet)
     large = arguments(unet, 1024, 1024, 4)
     check_calls(unet, small)

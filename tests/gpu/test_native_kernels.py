@@ -36,7 +36,7 @@ def channels_last(image: Tensor) -> Tensor:
 
 
 def assert_as_good(ours: Tensor, torchs: Tensor, expected: Tensor) -> None:
-    """Check that our error against float64 (expected) is at most WORST_RATIO times torch's, plus FLOAT32_ROUNDING."""
+    """Assert that our error against float64 (expected) is at most WORST_RATIO times torch's, plus FLOAT32_ROUNDING."""
     assert ours.dtype == torchs.dtype
     assert relative_error(ours, expected) <= WORST_RATIO * relative_error(torchs, expected) + FLOAT32_ROUNDING
 
@@ -49,6 +49,8 @@ def assert_as_good(ours: Tensor, torchs: Tensor, expected: Tensor) -> None:
 def test_group_norm_of_two_concatenated_feature_maps_is_as_accurate_as_torchs(
     first: int, second: int, height: int, width: int, dtype: torch.dtype
 ) -> None:
+    """With SiLU. Both errors are measured against float64. first, second: the numbers of channels of the two feature
+    maps, which our kernel reads without concatenating them."""
     image = random(2, first, height, width, dtype=dtype)
     skip = random(2, second, height, width, dtype=dtype, mean=2.0)
     weight = random(first + second, dtype=dtype, mean=1.0)
@@ -74,8 +76,9 @@ def same_in_every_tile(image: Tensor, tile: Tensor) -> bool:
 
 
 @pytest.mark.usefixtures("much_memory")
-def test_image_kernels_are_right_beyond_two_to_the_31_elements() -> None:
-    """Indices of 32 bits would overflow. The image repeats one tile, whose result is known."""
+def test_image_kernels_are_exact_beyond_two_to_the_31_elements() -> None:
+    """Indices of 32 bits would overflow. The image repeats one tile, so that each part of the output must equal the
+    first one, which is compared with float64."""
     tile = channels_last(random(1, 320, 26, 26, dtype=torch.float16))
     weight = random(320, dtype=torch.float16, mean=1.0)
     bias = random(320, dtype=torch.float16)
@@ -99,8 +102,9 @@ def test_image_kernels_are_right_beyond_two_to_the_31_elements() -> None:
 
 
 @pytest.mark.usefixtures("much_memory")
-def test_token_kernels_are_right_beyond_two_to_the_31_elements() -> None:
-    """Indices of 32 bits would overflow. The rows repeat a thousand rows, whose result is known."""
+def test_token_kernels_are_exact_beyond_two_to_the_31_elements() -> None:
+    """Indices of 32 bits would overflow. The tokens repeat a thousand rows, so that the last thousand rows of the
+    output must equal the first ones, and be close to float64."""
     few = random(1000, 1280, dtype=torch.float16)
     weight = random(1280, dtype=torch.float16, mean=1.0)
     bias = random(1280, dtype=torch.float16)

@@ -1,4 +1,4 @@
-"""On a real GPU, the first call of an image at a pre-warmed size is replayed."""
+"""On a real GPU, the first UNet call of an image at a pre-warmed size replays a CUDA graph."""
 from __future__ import annotations
 
 import threading
@@ -29,7 +29,7 @@ SECONDS = 300
 
 
 class Host:
-    """A host with one UNet. seen: the activities that the queue of pre-warms has shown for the running job."""
+    """A host with one UNet. seen: what the running job of the pre-warm queue showed to be doing, at each call."""
 
     def __init__(self, unet: nn.Module) -> None:
         self.unet = unet
@@ -66,8 +66,8 @@ def host() -> Iterator[Host]:
 
 
 def test_the_first_call_of_a_pre_warmed_size_replays_a_graph(host: Host) -> None:
-    """With the negative prompt in the batch and without, in another thread than the one that has captured the graph.
-    While the queue works, it shows what it does."""
+    """With prompt and negative prompt in one call, and in two. The calls come from another thread than the worker that
+    has captured the graphs. While a job runs, it shows that it checks the output, and that it captures a graph."""
     jobs = host.queue.add(SIZES, "panel")
     deadline = time.monotonic() + SECONDS
     while any(job.pending for job in host.queue.jobs()):

@@ -1,4 +1,4 @@
-"""Threads with CUDA streams of their own share graphs and their inputs."""
+"""Threads that each use a CUDA stream of their own replay graphs, whose inputs are in memory that all calls share."""
 from __future__ import annotations
 
 import threading
@@ -38,8 +38,9 @@ def unets() -> Iterator[list[nn.Module]]:
 def test_two_threads_on_separate_streams_get_the_outputs_of_their_own_inputs(
     unets: list[nn.Module], shared: bool
 ) -> None:
-    """Both replay graphs, forty calls each at the same time. The inputs differ, and a graph's inputs are at one
-    address: without an order between the streams, a call would read the other's inputs."""
+    """Both threads make forty calls at the same time, which replay graphs. shared: whether both call the same UNet. The
+    threads' inputs differ, and calls copy them to the same addresses: without an order between the streams, a replay
+    would read those of the other thread."""
     users = [unets[0], unets[0] if shared else unets[1]]
     torch.manual_seed(3)
     given = [inputs(unet, 512, 512, 2, 77, torch.float16) for unet in users]

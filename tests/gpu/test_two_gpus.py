@@ -1,5 +1,5 @@
-"""Two real GPUs: calls that both compute, and models on the GPU that is not torch's current one: exact, by graphs,
-timed, and tuned under its own card's name, with the caller's current device unchanged."""
+"""With two real GPUs: calls that both GPUs compute, and models on a GPU that is not torch's current device. The latter
+are served by graphs, timed, and tuned under their own GPU's name, and the caller's current device stays the same."""
 from __future__ import annotations
 
 import gc
@@ -32,7 +32,8 @@ MIB = 2**20
 
 @pytest.fixture(autouse=True)
 def warming_up() -> Iterator[None]:
-    """The calls are not a warm-up, because calls of a warm-up get no plan."""
+    """Replaces the fixture of conftest.py: the calls of these tests are no warm-up. The fast path for repeated calls
+    (lib_onediff.runtime.plan) refuses calls of a warm-up."""
     torch.cuda.set_device(0)
     yield
     runtime.release_all()
@@ -44,7 +45,8 @@ def second() -> dict[str, Any]:
 
 
 def replayed_by_both(unet: nn.Module, given: dict[str, Any], split: str = SPLIT, calls: int = 4) -> Tensor:
-    """The output of a call that both GPUs replay. split: the GPUs and their rows, as in the status."""
+    """Call until both GPUs replay graphs, and return the last output. split: the GPUs and the number of rows (images of
+    the batch) of each, as in the status."""
     with runtime.warming_up():
         for _ in range(2):
             called(unet, given)
@@ -55,9 +57,9 @@ def replayed_by_both(unet: nn.Module, given: dict[str, Any], split: str = SPLIT,
     return output
 
 
-def test_two_gpus_compute_each_row_of_a_batch_and_keep_their_order(tiny: nn.Module) -> None:
-    """With residuals of a ControlNet, which are split too, and for batches of 4 and 3 rows. Each row is compared with
-    the host's."""
+def test_rows_computed_by_two_gpus_are_close_to_the_host_and_in_the_order_of_the_batch(tiny: nn.Module) -> None:
+    """A row is an image of the batch; each is compared with the host's. Batches of 2 rows with a ControlNet's
+    residuals, which are split, too, and of 4 and 3 rows without."""
     compile_unet(tiny, second_gpu="auto")
     given = arguments(tiny)
     shapes = residual_shapes(tiny, given)
@@ -75,9 +77,9 @@ def test_two_gpus_compute_each_row_of_a_batch_and_keep_their_order(tiny: nn.Modu
         assert all(relative_error(output[row], expected[row]) < 1e-2 for row in range(batch))
 
 
-def test_a_replay_by_two_gpus_waits_for_none_and_reads_the_inputs_of_its_call(tiny: nn.Module) -> None:
-    """torch raises if a call synchronises. Eight calls are made without waiting, so that the second GPU may be
-    behind."""
+def test_a_replay_by_two_gpus_never_synchronises_and_uses_the_inputs_of_its_own_call(tiny: nn.Module) -> None:
+    """torch is set to raise if a call synchronises with a GPU. Eight calls are made without waiting, so that the second
+    GPU may still compute earlier ones. Each output is compared with the host's for the same inputs."""
     compile_unet(tiny, second_gpu="auto")
     given = arguments(tiny)
     replayed_by_both(tiny, given)
@@ -94,7 +96,7 @@ def test_a_replay_by_two_gpus_waits_for_none_and_reads_the_inputs_of_its_call(ti
 
 
 def change_one_row(unet: nn.Module) -> None:
-    """An edit that torch does not count."""
+    """Edit a row of a weight through .data, which torch's version counter does not count."""
     unet.mid_block.resnets[0].conv1.weight.data[3] *= 2
 
 
@@ -111,7 +113,7 @@ CHANGES = change_one_row, change_in_place, change_by_loading, change_by_moving, 
 
 
 def test_edited_weights_are_copied_to_the_second_gpu_before_the_next_call(tiny: nn.Module) -> None:
-    """Each of both rows is close to the host's, so that no GPU computes with stale weights."""
+    """After each edit, both rows of the batch, one from each GPU, are close to the host's."""
     compile_unet(tiny, second_gpu="auto")
     given = arguments(tiny)
     replayed_by_both(tiny, given)
@@ -126,7 +128,8 @@ def test_edited_weights_are_copied_to_the_second_gpu_before_the_next_call(tiny: 
 
 
 def test_uncompiled_unets_leave_no_weights_on_the_second_gpu(tiny: nn.Module) -> None:
-    """Also after another round."""
+    """Two UNets are compiled, called and uncompiled, then one of them again. Up to 160 MiB of workspaces of CUDA
+    libraries may stay after the first time, and 1 MiB more after the second."""
     def allocated() -> int:
         gc.collect()
         torch.cuda.synchronize()
@@ -155,7 +158,7 @@ def test_uncompiled_unets_leave_no_weights_on_the_second_gpu(tiny: nn.Module) ->
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Cards of different names, although the machine's are of one model."""
+    """Give both GPUs different names, although they are of one model."""
     monkeypatch.setattr(
         torch.cuda, "get_device_name",
         lambda device=None: f"card {torch.cuda.current_device() if device is None else torch.device(device).index}",
@@ -164,7 +167,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def replayed(unet: nn.Module, given: dict[str, Any]) -> Tensor:
-    """The output of a call by a graph."""
+    """Call until a graph is replayed, and return the last output."""
     before = torch.cuda.current_device()
     with runtime.warming_up():
         for _ in range(2):
@@ -181,8 +184,8 @@ def replayed(unet: nn.Module, given: dict[str, Any]) -> Tensor:
 def test_a_unet_on_another_gpu_than_the_current_one_is_replayed_timed_and_tuned_there(
     card: int, current: int, backend: str, names: list[str]
 ) -> None:
-    """card, current: the UNet's GPU, and torch's current one, which stays the current one and gets no memory of the
-    UNet. Measurements are stored under the UNet's GPU."""
+    """card: the UNet's GPU. current: torch's current device, which does not change, and on which less than 64 MiB are
+    allocated. Tuned choices are stored under the name of the UNet's GPU. The output is close to the host's."""
     torch.cuda.set_device(current)
     before = torch.cuda.memory_allocated(current)
     known = set(runtime.tuning_cache._values)
@@ -203,7 +206,8 @@ def test_a_unet_on_another_gpu_than_the_current_one_is_replayed_timed_and_tuned_
 
 @torch.no_grad()
 def test_a_vae_on_another_gpu_than_the_current_one_is_served_there() -> None:
-    """Decoder and encoder. Their outputs are close to the VAE's own, on its GPU, and torch's current GPU stays 0."""
+    """The outputs of decoder and encoder are on the VAE's GPU and close to those of the VAE's own forward. torch's
+    current device stays 0."""
     device = torch.device("cuda", 1)
     vae: Any = random_vae(True, device).half()
     latent = torch.randn(1, 4, 24, 16, device=device, dtype=torch.float16)

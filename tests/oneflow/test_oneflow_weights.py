@@ -1,4 +1,4 @@
-"""OneFlow's graphs read the host's own weights at their addresses: edits in place take effect, and a parameter at
+"""OneFlow's graphs read the host's own weights at fixed addresses: edits in place take effect, and a parameter at
 another address needs another graph."""
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from oneflow_builders import GRAPHS, Ours, close
 from lib_onediff.devices.oneflow.route import STRIDED
 
 
-def test_edits_in_place_are_in_the_output_of_the_same_graph() -> None:
+def test_after_edits_of_weights_in_place_the_same_graph_computes_with_them() -> None:
+    """The output is compared with diffusers' after the edits."""
     unet = diffusers_unet(**SMALL_XL)
     ours = Ours(unet)
     call = a_call(unet)
@@ -32,8 +33,9 @@ def test_edits_in_place_are_in_the_output_of_the_same_graph() -> None:
     assert GRAPHS.count == graphs
 
 
-def test_a_replaced_parameter_has_another_graph_and_the_old_one_its_old_graph() -> None:
-    """A graph reads weights at fixed addresses."""
+def test_a_replaced_parameter_gets_a_new_graph_and_the_restored_one_its_old_graph() -> None:
+    """Both outputs are close to diffusers'. The second parameter needs a new graph; with the first one again, its
+    graph, which reads that parameter's address, is used again."""
     unet = diffusers_unet(**SMALL)
     ours = Ours(unet)
     call = a_call(unet)
@@ -50,9 +52,9 @@ def test_a_replaced_parameter_has_another_graph_and_the_old_one_its_old_graph() 
 
 
 def test_a_graph_does_not_keep_the_weights_of_a_deleted_unet() -> None:
-    """Graphs are kept until the process ends, so that the weights would be too."""
+    """Graphs are kept until the process ends: weights that a graph keeps would never be freed."""
     class Memory(bytearray):
-        """Bytes to which there can be a weak reference."""
+        """A bytearray that can have a weak reference."""
 
     unet = diffusers_unet(**SMALL)
     ours = Ours(unet)

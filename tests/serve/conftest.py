@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="session")
 def url() -> Iterator[str]:
-    """The address of Ray Serve's HTTP server, for a Ray cluster of this machine alone."""
+    """The address of Ray Serve's HTTP server, in a Ray cluster with this machine alone."""
     ray = pytest.importorskip("ray", reason="Ray is not installed; see .ci/nightly")
     from ray import serve
 
