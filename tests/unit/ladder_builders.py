@@ -1,5 +1,5 @@
-"""The ladder of backends without a GPU: the native backend has torch's operators instead of our kernels, and may fail
-as a test wants."""
+"""Helpers for tests of the ladder of backends (from the fastest to the next slower one that works) without a GPU. The
+native backend computes with torch's operators in place of our kernels, and can be made to fail."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -25,8 +25,8 @@ ONEFLOW = "oneflow"
 
 
 class StandInOperators:
-    """torch's operators in place of our kernels. The gated unit, which every block runs, is computed by `gated_by`, and
-    counted in `calls`."""
+    """torch's operators in place of our kernels. gated_by: computes the gated unit, which every transformer block has.
+    calls: the number of gated units computed."""
 
     def __init__(self) -> None:
         self.gated_by: Callable[[Tensor, GatedUnit, LayerWeights], Tensor] = torch_ops.gated
@@ -43,7 +43,7 @@ class StandInOperators:
         return self.gated(torch_ops.linear(x, layer), unit, reader)
 
     def fail_with(self, error: BaseException) -> None:
-        """Let each call of the gated unit raise this, until recover()."""
+        """Let the gated unit raise this error at each call, until recover()."""
 
         def broken(tokens: Tensor, unit: GatedUnit, reader: LayerWeights) -> Tensor:
             raise error
@@ -55,7 +55,7 @@ class StandInOperators:
 
 
 def pretend_a_gpu(monkeypatch: pytest.MonkeyPatch, operators: Any) -> None:
-    """Let the backends for GPUs serve on this machine. The native one uses these operators, which need no kernels."""
+    """Let the backends native and cudagraph serve on this machine. native uses these operators, which need no GPU."""
     native = runtime.devices.named(NATIVE)
     graphs = runtime.devices.named(CUDAGRAPH)
     monkeypatch.setattr(native, "_operators", operators)  # type: ignore[attr-defined]
@@ -78,14 +78,14 @@ def attached(**config: Any) -> nn.Module:
 
 
 def entry_of(backend: str) -> Entry:
-    """The only entry of this backend."""
+    """The only entry of this backend in the runtime's table."""
     [entry] = [entry for entry in runtime.table.entries() if entry.key.backend == backend]
     return entry
 
 
 def served_by() -> tuple[str, str]:
-    """(backend, route) of the last call. route: "graph" for a replay, "plain" for our forward without one, "host" for
-    the host's own forward."""
+    """(backend, route) of the last call. route: "graph" for a replay of a CUDA graph, "plain" for our forward without a
+    graph, "host" for the host's own forward."""
     status = lib_onediff.status()
     return status["backend"], status["route"]
 
@@ -96,12 +96,13 @@ def reason() -> str:
 
 
 def error(unet: nn.Module, call: UNetCall) -> float:
-    """How far the output of a served call is from that of diffusers' own forward."""
+    """The relative error of the output of a served call against diffusers' own forward."""
     return relative_error(served(unet, call), diffusers_output(unet, call))
 
 
 def make_ready(unet: nn.Module, *sizes: tuple[int, int]) -> None:
-    """Let the native backend have graphs at these sizes, in latent pixels."""
+    """Make three calls at each of these sizes, (height, width) in latent pixels. The third is a replay of native's
+    graph."""
     for height, width in sizes:
         for route in ("plain", "plain", "graph"):
             assert error(unet, a_call(unet, height, width)) < 1e-5
@@ -109,5 +110,6 @@ def make_ready(unet: nn.Module, *sizes: tuple[int, int]) -> None:
 
 
 def states() -> dict[str, str]:
-    """The state of each resolution: "proved" is checked against the host, "ready" has a graph, too."""
+    """The state of each resolution: "proved" if its output was checked against the host's, "ready" if it also has a
+    graph."""
     return {row.resolution: row.state for row in runtime.rows()}

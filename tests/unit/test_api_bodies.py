@@ -1,4 +1,5 @@
-"""Invalid requests to the REST API, also malicious ones: each is refused in one sentence, and changes nothing."""
+"""Invalid and malicious requests to the REST API: each is refused in one sentence, and changes nothing. Values that
+JSON lacks, and internal errors, in its answers."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ WHOLE_BODIES = [
 
 @pytest.fixture
 def api(tmp_path: Path) -> Iterator[Api]:
-    """The API of a WebUI that is making an image, so that a job that were queued would wait."""
+    """The API of a WebUI that is making an image: a job that a request has queued wrongly would still be pending."""
     remember(tmp_path, [("512x512", "SD1")])
     made = Api()
     with made.webui.lock:
@@ -36,7 +37,8 @@ def api(tmp_path: Path) -> Iterator[Api]:
 
 
 def refused(api: Api, path: str, body: bytes, content_type: str | None = "application/json") -> str:
-    """The sentence with which a body is refused; nothing has happened."""
+    """Post a body that must be refused, with a status of 4xx, no job queued and no stored size deleted. Returns the
+    sentence of the refusal."""
     headers = {} if content_type is None else {"Content-Type": content_type}
     answer = api.client.post(f"/onediff/v1/{path}", content=body, headers=headers)
     assert 400 <= answer.status_code < 500, (answer.status_code, path, body[:80])
@@ -49,10 +51,11 @@ def refused(api: Api, path: str, body: bytes, content_type: str | None = "applic
 
 @pytest.mark.parametrize("content_type", ["application/json", "text/plain", None])
 def test_invalid_requests_are_refused_in_one_sentence(api: Api, content_type: str | None) -> None:
+    """Each body of WHOLE_BODIES is sent to each route that takes one; see refused()."""
     for body in WHOLE_BODIES:
         for path in ("prewarm", "purge", "pin"):
             refused(api, path, body, content_type)
-        if body not in (b"", b"null"):  # All that release takes is how long to wait.
+        if body not in (b"", b"null"):  # For release, a body is optional.
             refused(api, "release", body, content_type)
 
 
@@ -65,8 +68,8 @@ def test_a_body_that_is_not_utf_8_is_refused_in_a_sentence_that_says_so(api: Api
 
 
 def test_numbers_that_json_lacks_are_answered_as_null(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Infinity and NaN become null. Half of a surrogate pair does not fail the answer, though UTF-8 cannot encode it,
-    and keys become strings."""
+    """Infinity and NaN become null, and a key that is a number becomes a string. Half of a surrogate pair, which UTF-8
+    cannot encode, does not make the answer fail."""
     odd = {"ratio": float("inf"), "reason": "half \ud800", 3: [float("nan"), (1.5, None, True)]}
     monkeypatch.setattr(api_builders, "STATUS", odd)
     said = {"ratio": None, "reason": "half \ud800", "3": [None, [1.5, None, True]]}
@@ -76,7 +79,7 @@ def test_numbers_that_json_lacks_are_answered_as_null(api: Api, monkeypatch: pyt
 def test_an_internal_error_is_answered_in_one_sentence_and_logged(
     api: Api, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The exception's own text is in the log alone: it may contain a path or a name."""
+    """Only the log has the exception's text, which may contain a path or a name. The answer has status 500."""
 
     def broken() -> list[Any]:
         raise RuntimeError("secret")

@@ -1,4 +1,4 @@
-"""Attention is exact by every implementation, and the fastest one is chosen by measurement."""
+"""Every implementation of attention is close to attention in float64, and the fastest one is chosen by measurement."""
 from __future__ import annotations
 
 import math
@@ -49,6 +49,7 @@ def flags() -> list[bool]:
 
 @pytest.fixture(autouse=True)
 def switches_stay_as_they_are() -> Iterator[None]:
+    """Assert that the test has changed no switch of torch.backends.cuda."""
     before = flags()
     yield
     assert flags() == before
@@ -58,7 +59,8 @@ def switches_stay_as_they_are() -> Iterator[None]:
 def test_gemm_attention_is_close_to_exact_attention_with_chunks_of_any_size(
     kind: str, scores_bytes: int, dtype: torch.dtype
 ) -> None:
-    """scores_bytes limits the memory for scores, and so the number of queries in a chunk: from one query to all."""
+    """GEMM attention stores the scores of a chunk of queries. scores_bytes: the memory for these scores, which gives
+    chunks of one query up to all. The reference is attention in float64."""
     inputs = inputs_of(random_on(CPU, dtype), *SHAPES[kind])
     output = gemm_attention(*inputs, scores_bytes=scores_bytes)
     assert output.transpose(1, 2).is_contiguous(), "heads can be joined without a copy"
@@ -66,9 +68,9 @@ def test_gemm_attention_is_close_to_exact_attention_with_chunks_of_any_size(
     assert relative_error(output.double(), exact_attention(*inputs)) < ROUNDING[dtype]
 
 
-def test_upcast_computes_in_float32() -> None:
-    """Only the output is rounded to float16, which the bound 4e-4 allows once. It equals torch's operators with
-    upcast."""
+def test_attention_with_upcast_computes_in_float32() -> None:
+    """The inputs are in float16. The error against float64 is below 4e-4, the rounding of the output alone. The output
+    equals that of torch's operators with upcast to the bit."""
     inputs = inputs_of(random_on(CPU, torch.float16), *SHAPES["self"])
     attention = Attention(Launches(TuningCache()))
     upcast = attention(*inputs, upcast=True)
@@ -77,8 +79,8 @@ def test_upcast_computes_in_float32() -> None:
 
 
 class Clock:
-    """Gives each implementation the time that it has here, 1.0 by default. timed: the implementations that were
-    timed."""
+    """Stands for the measurement of times. ms: the time of each implementation, by default 1.0. timed: the
+    implementations that were timed."""
 
     def __init__(self, **ms: float) -> None:
         self.ms = ms
@@ -91,7 +93,8 @@ class Clock:
 
 
 def measured(clock: Clock, kind: str, dtype: torch.dtype) -> str:
-    """The chosen implementation after all were timed with these times."""
+    """The implementation that is chosen for these shapes after a measurement with these times. Before it, the default
+    is chosen; a second measurement times nothing."""
     attention = Attention(Launches(TuningCache()))
     before = attention.pick(*SHAPES[kind], dtype)
     assert before == (GEMM if "VAE" in kind else TORCH), "nothing was measured"
@@ -101,7 +104,8 @@ def measured(clock: Clock, kind: str, dtype: torch.dtype) -> str:
 
 
 def test_implementations_that_the_host_has_switched_off_are_not_used() -> None:
-    """torch.backends.cuda has a switch for each implementation. A WebUI's options set them."""
+    """torch.backends.cuda has a switch for each implementation, which a WebUI's options set. MATH is switched off, and
+    would be the fastest."""
     clock = Clock(math=0.1)
     switches.enable_math_sdp(False)
     try:
@@ -112,32 +116,34 @@ def test_implementations_that_the_host_has_switched_off_are_not_used() -> None:
     assert module.may_use(MATH)
 
 
-# These three exist on a GPU alone. Here they raise, and are not chosen, however short their times are.
 @pytest.mark.parametrize(("ms", "best"), [
     ({MATH: 0.5}, MATH), ({GEMM: 0.5}, GEMM), ({TORCH: 0.5}, TORCH), ({TORCH: 1.02}, TORCH), ({TORCH: 1.1}, GEMM),
 ])
 def test_the_fastest_implementation_that_runs_here_is_chosen(ms: dict[str, float], best: str) -> None:
+    """ms: times of implementations; else 1.05 for MATH, 1.0 for the others. The default, TORCH, is kept if another one
+    is only a few percent faster. CUDNN, EFFICIENT and FLASH raise without a GPU, and are not chosen, though their times
+    are 0.1."""
     clock = Clock(**{CUDNN: 0.1, EFFICIENT: 0.1, FLASH: 0.1, MATH: 1.05, **ms})
     assert measured(clock, "self", torch.float32) == best
     assert not {CUDNN, EFFICIENT, FLASH} & set(clock.timed)
 
 
 def test_wide_heads_use_gemms_and_never_torchs_kernel_that_stores_all_scores() -> None:
-    """VAE: one head of width 512. No other implementation is timed."""
+    """A VAE's attention has one head of width 512. Only GEMM is timed."""
     clock = Clock()
     assert measured(clock, "VAE", torch.bfloat16) == GEMM and clock.timed == [GEMM]
 
 
 @pytest.mark.parametrize("factor", [1.02, math.inf, math.nan])
 def test_an_implementation_with_wrong_outputs_is_not_chosen(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
-    """MATH is ten times faster than the others here, and its outputs are multiplied by factor."""
+    """MATH takes a tenth of the others' time, and its outputs are multiplied by factor."""
     real = module.attend
     monkeypatch.setattr(module, "attend", lambda name, *given: real(name, *given) * (factor if name == MATH else 1))
     assert measured(Clock(math=0.1), "self", torch.float32) == TORCH
 
 
 class Watched:
-    """torch_ops, with the inputs of attention recorded."""
+    """torch's operators, which pass the inputs of each attention to watch."""
 
     def __init__(self, watch: Callable[[Tensor, Tensor, Tensor], object]) -> None:
         self._watch = watch
@@ -159,8 +165,8 @@ class Watched:
 def test_the_attention_shapes_of_a_call_are_those_that_our_forward_computes(
     kind: str, size: tuple[int, int, int, int]
 ) -> None:
-    """attentions() names them before the call, so that each can be measured. Watched records them in the order of the
-    forward."""
+    """attentions() predicts the shapes, in the order of the forward, so that they can be measured before the call.
+    kind: the UNet. size: height and width in latent pixels, batch, tokens."""
     height, width, batch, tokens = size
     unet = shared_ldm_unet() if kind == "ldm" else shared_unet(kind)
     seen: dict[AttentionShapes, None] = {}
@@ -177,8 +183,9 @@ def test_the_attention_shapes_of_a_call_are_those_that_our_forward_computes(
 @pytest.mark.parametrize("key_heads", [6, 2])
 @pytest.mark.parametrize("used", [(9, 30), (30, 30), (1, 7)], ids=str)
 def test_tokens_of_a_padded_row_attend_only_to_the_rows_own_tokens(used: tuple[int, int], key_heads: int) -> None:
-    """used: how many of a row's 30 tokens are its own; the others are padding. key_heads 2: three heads of queries
-    share one of keys."""
+    """A row of the batch has its own tokens, then padding. used: how many of the 30 tokens are each row's own.
+    key_heads 2: three heads of queries share one of keys. The reference is attention in float64 over a row's own
+    tokens."""
     query, key, value = inputs_of(random_on(CPU, torch.float32), (2, 6, 30, 8), (2, key_heads, 30, 8))
     filled = Filled.of(torch.tensor(used), 30)
     assert filled.ends.tolist() == [0, used[0], 30, 30 + used[1], 60]
@@ -191,7 +198,8 @@ def test_tokens_of_a_padded_row_attend_only_to_the_rows_own_tokens(used: tuple[i
 
 
 def sequences(query: Tensor, key: Tensor, value: Tensor, ends: Tensor) -> Tensor:
-    """As torch's attention of sequences of several lengths, one after the other."""
+    """Attention of sequences of several lengths, as torch's kernels take them: one after the other, each from an
+    element of ends to the next."""
     output = torch.full_like(query, math.nan)
     for start, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
         if end > start:
@@ -202,11 +210,12 @@ def sequences(query: Tensor, key: Tensor, value: Tensor, ends: Tensor) -> Tensor
 
 @pytest.mark.parametrize("name", [FLASH, CUDNN])
 @pytest.mark.parametrize("used", [(9, 30), (30, 30)], ids=str)
-def test_each_filled_row_becomes_two_sequences(
+def test_kernels_get_a_padded_row_as_two_sequences(
     name: str, used: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels for sequences of several lengths take a row's own tokens as one sequence, and its padding as another.
-    `sequences` computes each apart, in place of the GPU's kernels."""
+    """GPU kernels for sequences of several lengths take a row's own tokens as one sequence, and its padding as another.
+    sequences() stands for the kernels. The own tokens' outputs are close to those of torch's operators. used: how many
+    of the 30 tokens are each row's own."""
     monkeypatch.setattr(module, "may_use", lambda name: True)
     monkeypatch.setattr(module, "KEEPS_CUDNN_SEQUENCES", True)
     monkeypatch.setattr(module, "flash_of_sequences", lambda query, key, value, ends, longest: sequences(
@@ -228,7 +237,8 @@ def test_each_filled_row_becomes_two_sequences(
 def test_kernels_for_sequences_are_chosen_if_they_are_correct(
     wrong: bool, best: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """wrong: the kernel, the fastest here, returns zeros for rows without padding."""
+    """uncertain: how many of the 30 tokens may be padding. FLASH is the fastest. wrong: it returns zeros for a sequence
+    that fills its row. The choice applies to calls with as many uncertain tokens only."""
 
     def flash(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int) -> Tensor:
         output = sequences(query, key, value, ends)
@@ -245,9 +255,10 @@ def test_kernels_for_sequences_are_chosen_if_they_are_correct(
         assert attention.pick(*shapes, torch.bfloat16, uncertain=other) == TORCH, "other rows are another class"
 
 
-def test_cudnns_kernel_for_sequences_is_refused_where_torch_does_not_keep_its_plans(
+def test_cudnns_kernel_for_sequences_is_refused_if_torch_does_not_keep_its_plans(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Older releases of torch build cuDNN's execution plan at each call, and free it, even if a CUDA graph uses it."""
     monkeypatch.setattr(module, "may_use", lambda name: True)
     monkeypatch.setattr(module, "KEEPS_CUDNN_SEQUENCES", False)
     inputs = inputs_of(random_on(CPU, torch.bfloat16), (2, 6, 30, 8), (2, 2, 30, 8))
@@ -258,7 +269,8 @@ def test_cudnns_kernel_for_sequences_is_refused_where_torch_does_not_keep_its_pl
 def exact_part(
     name: str, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As module.part_of, in float64, and for kernels that read rows of a bias only where they are aligned."""
+    """Stands for module.part_of: a part's attention, computed in float64, and the logarithms of its sums of
+    exponentials. Asserts that EFFICIENT gets a bias whose rows are aligned to 8 elements."""
     heads = query.shape[1]
     wide = query.double(), *(torch_ops.repeated(one, heads).double() for one in (key, value))
     scores = wide[0] @ wide[1].mT * query.shape[3]**-0.5
@@ -273,11 +285,12 @@ def exact_part(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("key_heads", [6, 2])
 @pytest.mark.parametrize("used", [(19, 30), (18, 25), (30, 30), (18, 18)], ids=str)
-def test_attention_over_two_parts_of_the_keys_is_close_to_attention_over_all(
+def test_attention_over_two_parts_of_the_keys_is_close_to_attention_over_all_keys(
     used: tuple[int, int], key_heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first 18 keys are certain, i.e. of no row padding; the others may be. PARTS attends to each part apart, and
-    merges them."""
+    """The first 18 keys are padding in no row; the other 12 may be. PARTS attends to each of these two parts apart, and
+    merges the outputs. used: how many of the 30 tokens are each row's own. The reference is attention in float64 over a
+    row's own tokens."""
     monkeypatch.setattr(module, "part_of", exact_part)
     inputs = inputs_of(random_on(CPU, dtype), (2, 6, 30, 8), (2, key_heads, 30, 8))
     output = module.attend_filled(PARTS, *inputs, Filled.of(torch.tensor(used), 30, certain=18))
@@ -290,8 +303,9 @@ def test_attention_over_two_parts_of_the_keys_is_close_to_attention_over_all(
 
 
 @pytest.mark.parametrize("apart", [0.0, 3.0, -3.0, 100.0, -100.0, 1e38, -1e38])
-def test_merged_parts_have_the_shares_of_their_sums_of_exponentials(apart: float) -> None:
-    """The sums are logarithms, and apart is their difference: the second part's share is sigmoid(apart)."""
+def test_parts_of_attention_are_merged_in_proportion_to_their_sums_of_exponentials(apart: float) -> None:
+    """Each part's softmax weights are normalised by its own sum of exponentials. apart: the logarithm of the second sum
+    minus that of the first, so that the second part's share is sigmoid(apart)."""
     make = random_on(CPU, torch.float32)
     first, second = make(1, 2, 5, 4), make(1, 2, 5, 4)
     sums = make(1, 2, 5)
@@ -308,8 +322,9 @@ def test_attention_in_parts_is_refused_where_one_part_is_empty(certain: int) -> 
         module.attend_filled(PARTS, *inputs, Filled.of(torch.tensor([30, 30]), 30, certain))
 
 
-def test_parts_are_chosen_where_tokens_are_certain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """uncertain: how many of the 30 tokens may be padding. With 30 there is no certain part."""
+def test_attention_in_parts_is_chosen_if_some_tokens_are_padding_in_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PARTS is the fastest. uncertain: how many of the 30 tokens may be padding in a row; with 30, there is no part
+    without padding."""
     monkeypatch.setattr(module, "part_of", exact_part)
     attention = Attention(Launches(TuningCache()))
     shapes = (2, 6, 30, 8), (2, 2, 30, 8)

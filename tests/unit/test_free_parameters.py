@@ -1,4 +1,5 @@
-"""Parameters that belong to no layer, and norms whose weight is never cast, are read, bound and copied."""
+"""Free parameters, which belong to no layer, and norms whose weight is never cast: how they are read, bound, copied and
+cast."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -29,7 +30,8 @@ class ShiftedNorm(nn.Module):
 
 
 class Network(nn.Module):
-    """A network with two free parameters, a submodule with one, a norm of the network's own class, and a layer."""
+    """A network with two free parameters, a norm of its own class, and a block with another free parameter and a
+    layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,8 +64,8 @@ def addresses(tensors: list[Tensor]) -> list[int]:
     return sorted(tensor.data_ptr() for tensor in tensors)
 
 
-def test_free_parameters_are_bound_once_and_edits_are_seen() -> None:
-    """The bound parameters have the network's own memory, each once, so that an edit in place needs no copy."""
+def test_free_parameters_are_bound_once_and_edits_in_place_take_effect() -> None:
+    """Each bound parameter is the network's own memory, so that an edit in place takes effect without a copy."""
     network = Network()
     binding = Binding(network, layout_of(network))
     binding.bind()
@@ -78,7 +80,8 @@ def test_free_parameters_are_bound_once_and_edits_are_seen() -> None:
 
 
 def test_an_empty_copy_has_every_free_parameter() -> None:
-    """The copy is for a second GPU: the same layout can be bound to it."""
+    """The copy, which is for a second GPU, has every parameter's name and shape, and the same layout can be bound to
+    it."""
     network = Network()
     layout = layout_of(network)
     copy = empty_copy(Binding(network, layout), torch.device("cpu"))
@@ -88,8 +91,8 @@ def test_an_empty_copy_has_every_free_parameter() -> None:
 
 
 def test_a_parameter_that_the_layout_does_not_have_is_refused() -> None:
-    """A network with an unknown parameter may compute something else. So is a layout with a parameter that the network
-    lacks."""
+    """A network with an unknown parameter may compute something else. A layout with a parameter that the network lacks
+    is refused, too."""
     network = Network()
     network.third_token = nn.Parameter(torch.zeros(1))
     with pytest.raises(Refusal, match="third_token"):
@@ -98,8 +101,9 @@ def test_a_parameter_that_the_layout_does_not_have_is_refused() -> None:
         LeafReader(network).parameter(network, "fourth_token")
 
 
-def test_a_norm_that_the_host_never_casts_may_be_of_another_type() -> None:
-    """A float32 norm in a bfloat16 network is bound. Any other parameter of another type is refused as mixed."""
+def test_a_norm_that_the_host_never_casts_may_have_another_dtype() -> None:
+    """A float32 norm in a bfloat16 network is bound. With another parameter in float32, the network is refused as
+    mixed."""
     network = Network().bfloat16()
     network.norm.float()
     Binding(network, layout_of(network)).bind()
@@ -108,9 +112,9 @@ def test_a_norm_that_the_host_never_casts_may_be_of_another_type() -> None:
         Binding(network, layout_of(network)).bind()
 
 
-def test_parameters_that_the_host_casts_are_cast_except_for_such_a_norm() -> None:
-    """Casts(to) asks the host whether it casts its layers, which cast by themselves; the network's own forward casts
-    its free parameters, of which we keep cast copies."""
+def test_free_parameters_are_cast_as_the_host_casts_its_layers_and_a_shifted_norm_is_not() -> None:
+    """The host's layers cast their own weights at each use; Casts asks the host to which dtype. The network's forward
+    casts its free parameters, so OneDiff keeps cast copies of those that have another dtype. The norm is not cast."""
     network = Network()
     binding = Binding(network, layout_of(network))
     asked: list[Any] = []

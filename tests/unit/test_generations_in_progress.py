@@ -1,4 +1,4 @@
-"""Which generation's settings apply while one generation runs inside of another."""
+"""Which settings apply while one generation runs inside another, as with ADetailer."""
 from __future__ import annotations
 
 from copy import copy
@@ -11,7 +11,7 @@ OFF = Settings(enabled=False)
 
 
 class P:
-    """A host's processing object, which may get any attribute."""
+    """The processing object that identifies a WebUI's generation."""
 
 
 def is_on(generations: Generations) -> bool:
@@ -19,7 +19,9 @@ def is_on(generations: Generations) -> bool:
     return innermost is None or innermost.settings.enabled
 
 
-def test_a_nested_generation_has_its_own_settings_and_ends_with_the_outer_ones() -> None:
+def test_after_a_nested_generation_with_its_own_settings_those_of_the_outer_one_apply_again() -> None:
+    """The outer generation is off with a reason, the inner one on. The end leaves no attribute on the processing
+    object."""
     generations = Generations()
     outer = P()
     inner = P()
@@ -34,8 +36,8 @@ def test_a_nested_generation_has_its_own_settings_and_ends_with_the_outer_ones()
 
 
 def test_copying_a_running_generation_neither_ends_it_nor_begins_a_second() -> None:
-    """ADetailer copies the processing object of a generation, and begins and ends copies for the images that it makes
-    inside of it."""
+    """ADetailer copies the processing object, and announces the beginning and end of generations with the copies. While
+    the original's generation runs, these have no effect. After its end, a copy can begin a generation."""
     generations = Generations()
     p = P()
     generations.begin(p, OFF)
@@ -53,7 +55,7 @@ def test_copying_a_running_generation_neither_ends_it_nor_begins_a_second() -> N
 
 
 def test_a_failed_generation_ends_when_the_webui_drops_its_processing_object() -> None:
-    """After an exception, no WebUI announces the end."""
+    """After an exception, no WebUI announces a generation's end."""
     generations = Generations()
     outer = P()
     inner = P()

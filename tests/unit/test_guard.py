@@ -1,4 +1,5 @@
-"""The guard around every hook: the effect of a fault of ours, the sentences for users, and exceptions of the host."""
+"""The guard around every hook. A fault (an exception of our own code) is recorded and hidden from the host; an
+exception of the host's code is raised."""
 from __future__ import annotations
 
 import contextlib
@@ -23,7 +24,8 @@ class Owner:
 
 
 def patched(replacement: Any, guard: Guard, reasons: list[str]) -> ClassPatch:
-    """A patch of a new class, whose guard adds to reasons why it leaves a call to the host."""
+    """Patch the forward of a new class by this replacement. reasons: gets the reason of each call that is left to the
+    host."""
     owner = type("Patched", (Owner,), {"forward": Owner.forward})
     patch = ClassPatch(owner, "forward", replacement, guard, "the test", lambda module, reason: reasons.append(reason))
     patch.apply()
@@ -31,13 +33,14 @@ def patched(replacement: Any, guard: Guard, reasons: list[str]) -> ClassPatch:
 
 
 def broken(original: Any, module: Any, x: int) -> int:
+    """Call the host's forward, and then raise an error of our own."""
     original(module, x)
     raise IndexError("first line\nsecond line")
 
 
-def test_an_exception_of_ours_after_a_caught_one_is_not_taken_for_the_webuis() -> None:
-    """The hook catches an exception of the host, calls it again, and then fails by itself: the fault is recorded, and
-    the caller gets the host's result."""
+def test_an_exception_of_ours_after_a_caught_one_of_the_webui_is_recorded_as_our_fault() -> None:
+    """Our hook calls the host's forward, which raises, catches that, calls it again with success, and raises an
+    exception of its own. This is recorded as a fault, and the caller gets the host's result."""
     guard = Guard()
     reasons = []
 
@@ -52,6 +55,7 @@ def test_an_exception_of_ours_after_a_caught_one_is_not_taken_for_the_webuis() -
 
 
 def test_exceptions_of_the_webui_are_raised_and_not_logged_as_faults(caplog: pytest.LogCaptureFixture) -> None:
+    """The traceback has three frames of OneDiff's hook between the caller's and the WebUI's."""
     guard = Guard()
     reasons = []
     module = patched(lambda original, module, x: original(module, x), guard, reasons).owner()
@@ -63,8 +67,8 @@ def test_exceptions_of_the_webui_are_raised_and_not_logged_as_faults(caplog: pyt
 
 
 def test_a_hook_that_fails_returns_its_fallback(caplog: pytest.LogCaptureFixture) -> None:
-    """`otherwise` is its result then. A fault of a hook that belongs to a generation suspends OneDiff for that image.
-    Each fault is logged once."""
+    """otherwise: the fallback, by default None. A fault of a hook with in_generation suspends OneDiff for that image. A
+    fault that occurs again is not logged again."""
     guard = Guard()
 
     @guard.hook("the page", otherwise=[])
@@ -88,8 +92,8 @@ def test_a_hook_that_fails_returns_its_fallback(caplog: pytest.LogCaptureFixture
 def test_after_a_fault_that_a_hook_handled_the_webui_computes_the_rest_of_the_image(
     caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After a fault, the runtime runs the host and returns its output; the VAE's decode that follows is the host's too.
-    resume() begins the next image."""
+    """The hook of the UNet records its own fault with give_up() and returns the host's output. The VAE's hook, called
+    next, then leaves its call to the host as well. After resume(), which begins the next image, it serves again."""
     guard = Guard()
     reasons = []
 
@@ -111,7 +115,7 @@ def test_after_a_fault_that_a_hook_handled_the_webui_computes_the_rest_of_the_im
 
 
 def test_a_fault_outside_of_hooks_does_not_stop_onediff_for_the_image(caplog: pytest.LogCaptureFixture) -> None:
-    """A fault in a call that is made without hooks does not suspend OneDiff, and the next hook serves."""
+    """give_up() is called outside of any hook: it records the fault, and the next calls of a hook are served."""
     guard = Guard()
     reasons = []
     guard.resume()
@@ -122,6 +126,8 @@ def test_a_fault_outside_of_hooks_does_not_stop_onediff_for_the_image(caplog: py
 
 
 def test_undoing_our_patch_keeps_a_later_one_of_other_code() -> None:
+    """The other code's forward (+ 100) calls ours (doubles), which calls the original (+ 1). After undo(), ours only
+    calls the original; after apply(), it doubles again."""
     class Owner:
         def forward(self, x: int) -> int:
             """Adds one."""
@@ -145,8 +151,9 @@ def test_undoing_our_patch_keeps_a_later_one_of_other_code() -> None:
     assert Owner().forward(3) == 108
 
 
-def test_the_author_of_a_patched_method_is_read_from_its_code_not_from_its_wrapped_name() -> None:
-    """functools.wraps gives another package's function the name and module of the one that it replaces."""
+def test_the_package_that_replaced_a_method_is_found_by_the_code_not_by_the_wrapped_name() -> None:
+    """functools.wraps gives another package's function the name and module of the function that it replaces. The
+    refusal still names that package, also beneath our own patch."""
 
     class Owner:
         def forward(self, x: int) -> int:

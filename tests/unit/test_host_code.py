@@ -1,4 +1,4 @@
-"""The traits of a host decide which code in a network is the host's own."""
+"""A host's traits (HostTraits) declare which hooks in a network are the host's own."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -14,13 +14,16 @@ from lib_onediff.runtime.runtime import runtime
 
 
 def brings_weights(layer: nn.Module, given: Any) -> None:
-    """Stands for a host's hook that moves the weights of a layer to the GPU for its forward."""
+    """Stands for a host's hook that moves a layer's weights to the GPU before its forward."""
 
 
 @pytest.mark.parametrize(("movers", "route"), [((__name__,), "plain"), ((), "host")])
-def test_only_hooks_of_the_hosts_own_movers_are_served(movers: tuple[str, ...], route: str) -> None:
-    """The traits are set after OneDiff has adopted the network, as the GPU tests of streaming do it: those count that
-    the network has when it is read."""
+def test_a_network_with_a_hook_is_served_only_if_the_host_declares_that_it_moves_weights(
+    movers: tuple[str, ...], route: str
+) -> None:
+    """movers: the Python modules whose hooks only move weights; the hook here is of this test's module. With any other
+    hook, the host serves. The traits are replaced after compile_unet(): OneDiff uses those that are set when it reads
+    the network's layers."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL), backend="eager")
     network = runtime.services.networks.get(unet)
     assert network is not None

@@ -1,4 +1,5 @@
-"""The list of jobs: their order, what each waits for, cancelling, and images of the WebUI among them."""
+"""The list of jobs (pre-warms, comparisons, and the WebUI's images): their order, what each waits for, and
+cancelling."""
 from __future__ import annotations
 
 import threading
@@ -15,7 +16,8 @@ SECONDS = 30
 
 
 class Turns:
-    """A queue of jobs, one of which can be held until `go` is set, beside a WebUI that makes `images`."""
+    """A job queue. go: when set, ends the job of block(). images: the jobs of the WebUI's images, which the queue
+    lists. cancelled: the titles of the jobs whose cancel function was called."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -29,7 +31,7 @@ class Turns:
         return added
 
     def block(self) -> Job:
-        """A job that runs until go is set."""
+        """Add a job that runs until go is set, and wait until it runs."""
         added = self.add(PREWARM, "64x64", lambda: "" if self.go.wait(SECONDS) else "too late")
         until(lambda: self.queue.jobs()[0].state == "running", "it to run", SECONDS, 0.01)
         return added
@@ -50,7 +52,8 @@ def turns() -> Turns:
     return Turns()
 
 
-def test_comparisons_run_before_sizes_and_each_job_names_the_one_that_it_waits_for(turns: Turns) -> None:
+def test_comparisons_run_before_pre_warms_and_each_job_names_the_one_that_it_waits_for(turns: Turns) -> None:
+    """While one pre-warm runs, a pre-warm and then two comparisons are queued. All three wait for the running job."""
     turns.block()
     turns.add(PREWARM, "72x64")
     turns.add(COMPARISON, "A")
@@ -60,7 +63,8 @@ def test_comparisons_run_before_sizes_and_each_job_names_the_one_that_it_waits_f
     assert [title for title, _, _ in turns.over()] == ["64x64", "A", "B", "72x64"]
 
 
-def test_the_same_work_is_queued_once_until_it_is_over(turns: Turns) -> None:
+def test_a_job_with_the_key_of_a_pending_one_is_not_queued_again(turns: Turns) -> None:
+    """The pending job is returned instead. Once it is over, the same work can be queued again."""
     turns.block()
     first = turns.add(PREWARM, "72x64", key="72")
     assert turns.add(PREWARM, "72x64", key="72").id == first.id and len(turns.queue.jobs()) == 2
@@ -75,6 +79,8 @@ def test_jobs_without_a_key_are_all_queued(turns: Turns) -> None:
 
 
 def test_cancelling_reaches_one_job_alone(turns: Turns) -> None:
+    """A queued comparison, the WebUI's running image, and a running pre-warm are cancelled in turn. The running
+    pre-warm first finishes what it has begun, and the next job waits for it."""
     runs = turns.block()
     waits = turns.add(COMPARISON, "A")
     turns.images = [Job(IMAGE, "512x512", state="running", cancel=lambda: turns.cancelled.append("image"))]
@@ -91,8 +97,8 @@ def test_cancelling_reaches_one_job_alone(turns: Turns) -> None:
 
 
 def test_a_job_waits_for_the_webuis_image_and_then_runs_in_its_turn(turns: Turns) -> None:
-    """`exclusively` takes the WebUI's lock, which the test holds as an image would. During its turn, the job's own
-    images are not shown as images that it waits for."""
+    """exclusively() takes the WebUI's lock, which the test holds as a running image does. Once the job has its turn,
+    the WebUI's images are its own, and it is not shown as waiting for them."""
     lock = threading.Lock()
     turns.images = [Job(IMAGE, "512x512", state="running")]
 
@@ -111,7 +117,7 @@ def test_a_job_waits_for_the_webuis_image_and_then_runs_in_its_turn(turns: Turns
     assert turns.over() == [("A", "done", "")]
 
 
-def test_a_job_cancelled_while_it_waits_ends_at_once(turns: Turns) -> None:
+def test_a_job_cancelled_while_it_waits_for_an_image_ends_at_once(turns: Turns) -> None:
     lock = threading.Lock()
     turns.images = [Job(IMAGE, "512x512", state="running")]
 
@@ -129,8 +135,8 @@ def test_a_job_cancelled_while_it_waits_ends_at_once(turns: Turns) -> None:
 
 
 def test_each_job_has_the_reason_of_its_end_and_the_next_one_runs(turns: Turns) -> None:
-    """A refusal and a fault fail with the first line of their text, Stopped is a cancellation, and a result is a
-    remark."""
+    """A job that raises Refusal or another exception has failed, and its reason is the first line of the text. One that
+    raises Stopped is cancelled. The text that a job returns is its reason, too."""
 
     def fails(error: Exception) -> Callable[[], str]:
         def work() -> str:

@@ -1,5 +1,5 @@
-"""Products in eight bits are measured at the numbers of rows that a forward multiplies. At another number of rows, the
-layer would stay in 16 bits."""
+"""The 8-bit product of a layer is measured with as many rows (tokens of the batch) as the forward multiplies. With
+another number, the measurement would not apply, and the layer would stay in 16 bits."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from lib_onediff.weights.low_bit import low_bit_products
 
 
 class Rows:
-    """torch's operators, which record in `of` the rows of each linear layer's input, by the address of its weight."""
+    """torch's operators. of: the number of rows of each linear layer's input, by the address of the layer's weight."""
 
     def __init__(self) -> None:
         self.of: dict[int, int] = {}
@@ -55,7 +55,8 @@ class Rows:
 )
 @torch.no_grad()
 def test_the_rows_at_which_products_are_measured_are_those_of_the_forward(network: Callable[[], Any]) -> None:
-    """Rows stands for the operators, and records how many rows each layer's input has."""
+    """low_bit_products() predicts the rows of each layer for a size, batch and number of tokens; Rows records those of
+    the forward."""
     unet = network()
     layout = FAMILIES.read(unet)
     family = FAMILIES.of(layout)
