@@ -34,11 +34,13 @@ def check_left_to_the_host(
     network_of: Callable[..., nn.Module], block: str, given: dict[str, Any], where: str, change: dict[str, Any],
     reason: str,
 ) -> None:
-    """With this change, OneDiff answers a call of a diffusers network with the host's own output or error, and gives
-    this reason.
+    """Assert that OneDiff leaves a changed call of a diffusers network to its own forward, and gives this reason.
+
+    The output, or the error's message, must equal that of the network's own forward.
 
     network_of: makes the network of a configuration. block: the path of the block to change. given: the arguments of
-    the call. change: by name, or by path within the block.
+    the unchanged call. where: IN_CONFIG, IN_BLOCK or IN_CALL. change: the new values, by name or, in a block, by path.
+    reason: a part of the reason in the status.
     """
     network = network_of(**change) if where == IN_CONFIG else network_of()
     if where == IN_BLOCK:

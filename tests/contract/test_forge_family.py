@@ -35,9 +35,9 @@ def load(host: Host, checkpoint: Any) -> None:
 
 
 @family
-def test_a_refiner_that_is_loaded_during_a_sampling_is_served(host: Host) -> None:
-    """The WebUI replaces the checkpoint and goes on with its UNet, without the callback at the beginning of a
-    sampling."""
+def test_onediff_computes_a_refiner_that_the_webui_loads_during_a_sampling(host: Host) -> None:
+    """The WebUI replaces the checkpoint and continues the sampling with the new UNet. It does not call the callback for
+    the beginning of a sampling again."""
     host.start()
     host.generate()
     load(host, host.make())
@@ -46,11 +46,11 @@ def test_a_refiner_that_is_loaded_during_a_sampling_is_served(host: Host) -> Non
 
 
 @family
-def test_loading_an_unsupported_checkpoint_frees_the_last_unet_and_gives_the_reason(
+def test_loading_an_unsupported_checkpoint_frees_the_previous_unet_and_gives_the_reason(
     host: Host, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """OneDiff keeps no reference to the last UNet, gives one reason with the model's name in the log, the status and
-    the refusal to pre-warm, and serves the next supported checkpoint."""
+    """OneDiff keeps no reference to the previous UNet. The log, the status and the refusal to pre-warm give the same
+    reason, with the model's name. The next supported checkpoint is computed by OneDiff again."""
     adapter = host.start()
     host.generate()
     unet = weakref.ref(host.unet)
@@ -76,7 +76,7 @@ def test_loading_an_unsupported_checkpoint_frees_the_last_unet_and_gives_the_rea
 
 @family
 def test_an_extension_whose_forward_on_the_unet_object_bypasses_ours_is_named(host: Host) -> None:
-    """In the status. This module stands for the extension."""
+    """The status names the extension (here this module). OneDiff computes again once that forward is removed."""
     host.start()
     host.unet.forward = lambda x, timesteps=None, **others: x * 0.25
     assert calls_of(host.generate)[1] == {"host": 1}
@@ -87,11 +87,11 @@ def test_an_extension_whose_forward_on_the_unet_object_bypasses_ours_is_named(ho
 
 @family
 @pytest.mark.parametrize("replaced", ["the class's forward", "the caller"])
-def test_an_extension_that_replaces_code_above_our_hook_is_named(
+def test_an_extension_that_replaces_the_class_forward_or_the_caller_of_the_unet_is_named(
     host: Host, replaced: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """OneDiff then sees no UNet call. The status names the extension (here this module), and OneDiff serves again
-    without it."""
+    """The replaced code answers without calling our hook, so that OneDiff sees no UNet call. The status names the
+    extension (here this module), and OneDiff computes again without it."""
     host.start()
     kind, method, sentence = {
         "the class's forward": (type(host.unet), "forward", "another extension has replaced the UNet's forward"),
@@ -127,7 +127,8 @@ def tripled(block: Any, x: Any, context: Any = None, **named: Any) -> Any:
 def test_our_forward_calls_an_extensions_forward_on_a_block_or_an_attention(
     host: Host, name: str, forward: Any
 ) -> None:
-    """The image is close to the host's with the same extension, and the status names the extension (this module)."""
+    """The image is close to the one that the host makes with the same extension, and the status names the extension
+    (this module). name: of the attention in the block; "": the block itself."""
     blocks = [block for block in host.unet.modules() if hasattr(block, "attn2")]
     changed = [getattr(block, name) if name else block for block in blocks]
     for module in changed:
@@ -150,8 +151,9 @@ def test_our_forward_calls_an_extensions_forward_on_a_block_or_an_attention(
 
 
 @family
-def test_the_host_serves_a_model_that_is_computed_in_an_unsupported_dtype(host: Host) -> None:
-    """A generation that fails before its first UNet call does not keep OneDiff from the next one."""
+def test_the_host_computes_a_model_in_a_dtype_that_onediff_does_not_support(host: Host) -> None:
+    """The status gives the reason, here float64. The reason does not outlast it: OneDiff computes the generation in
+    float32, even after one that failed before its first UNet call."""
     host.start()
     host.unet.computation_dtype = torch.float64
     assert calls_of(host.generate)[1] == {"host": 2}
@@ -170,8 +172,8 @@ def test_the_host_serves_a_model_that_is_computed_in_an_unsupported_dtype(host: 
 def test_the_host_finishes_a_sampling_during_which_onediff_is_switched_off(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """OneDiff computes the first of two calls, is then switched off, and after the second call on again: the whole
-    sampling is close to the host's, and the next one is OneDiff's."""
+    """OneDiff computes the first of two calls, is switched off before the second, and on again after it. The image is
+    close to the host's, and OneDiff computes the next sampling."""
     expected = host.generate()
     adapter = host.start()
     model = host.checkpoint.forge_objects.unet.model
@@ -193,7 +195,7 @@ def test_the_host_finishes_a_sampling_during_which_onediff_is_switched_off(
 
 
 @pytest.mark.parametrize("host", ["neo"], indirect=True)
-def test_the_webui_is_asked_to_leave_the_memory_free_that_a_size_lacked_before(
+def test_the_webui_is_asked_to_keep_the_memory_free_that_a_size_lacked_before(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here samplings with a width of 512 lacked 300 bytes, and those of other widths none."""

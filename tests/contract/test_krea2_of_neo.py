@@ -29,9 +29,9 @@ def host(fresh_runtime: None) -> Iterator[Krea2Host]:
 
 
 def test_a_call_whose_tensors_do_not_fit_the_network_is_refused(host: Krea2Host) -> None:
-    """Three valid calls are accepted. Each change then makes one tensor of a valid call wrong: its dimensions, its
-    channels, its dtype or its batch. Without the check, our forward would fail or broadcast. 80 tokens are 64 of the
-    padded prompt and 16 patches of the latent."""
+    """Three valid calls are accepted. Each change then gives one tensor of a valid call wrong dimensions, channels,
+    dtype or batch size. Without the check, our forward would fail or broadcast. The 80 tokens are 64 of the padded
+    prompt and 16 patches of the latent."""
     host.start()
     family = Krea2s()
     layout = FAMILIES.read(host.unet)
@@ -52,6 +52,8 @@ def test_a_call_whose_tensors_do_not_fit_the_network_is_refused(host: Krea2Host)
 
 
 def test_a_latent_without_the_dimension_of_frames_is_served(host: Krea2Host) -> None:
+    """Krea 2's latents are (batch, channels, frames, height, width). One without frames gets an output without frames,
+    close to the host's."""
     latent = host.latent(2, (7, 8), seed=5)[:, :, 0]
     expected = host.output(x=latent)
     host.begin()
@@ -59,8 +61,9 @@ def test_a_latent_without_the_dimension_of_frames_is_served(host: Krea2Host) -> 
     assert calls == {"plain": 1} and ours.shape == latent.shape and relative_error(ours, expected) < 1e-5
 
 
-def test_prompts_of_1_to_64_tokens_share_an_entry_of_the_table(host: Krea2Host) -> None:
-    """Our forward pads prompts to multiples of 64 tokens, so that one CUDA graph serves all these lengths."""
+def test_prompts_of_1_to_64_tokens_share_one_cache_entry(host: Krea2Host) -> None:
+    """Our forward pads prompts to multiples of 64 tokens, so that one CUDA graph serves all these lengths. Each output
+    is close to the host's."""
     lengths = (64, 1, 20, 63)
     expected = [host.output(tokens=length) for length in lengths]
     host.begin()
@@ -71,9 +74,9 @@ def test_prompts_of_1_to_64_tokens_share_an_entry_of_the_table(host: Krea2Host) 
     assert entry.uses == len(lengths) and entry.key.tokens == 64
 
 
-def test_with_norms_in_float32_and_weights_in_bfloat16_our_error_is_not_above_the_hosts(host: Krea2Host) -> None:
-    """A quantized file has its norms in float32. exact: the host's output with all weights in float32. Our error may be
-    a tenth larger than the host's."""
+def test_with_float32_norms_and_bfloat16_weights_our_error_is_at_most_that_of_the_host(host: Krea2Host) -> None:
+    """Quantized files keep their norms in float32. Both errors are measured against the host's output with all weights
+    in float32. Ours may be a tenth larger."""
     network = host.unet.bfloat16()
     network.storage_dtype = network.computation_dtype = torch.bfloat16
     for module in network.modules():
@@ -119,7 +122,9 @@ ARGUMENTS: dict[str, Any] = {
 def test_only_calls_with_something_that_our_forward_does_not_compute_are_left_to_the_host(
     host: Krea2Host, reason: str
 ) -> None:
-    """reason: a part of the reason in the status; a key of CHANGES or ARGUMENTS."""
+    """The calls have a replaced function of the host (CHANGES) or an argument that our forward does not read
+    (ARGUMENTS). Their output is the host's, to the bit; unchanged calls between them are OneDiff's. reason: a key of
+    these two, and a part of the reason in the status."""
     def changed() -> Tensor:
         with pytest.MonkeyPatch.context() as patch:
             if reason in ARGUMENTS:
@@ -140,7 +145,8 @@ def test_only_calls_with_something_that_our_forward_does_not_compute_are_left_to
 def test_a_network_with_an_unknown_module_or_value_is_refused(
     host: Krea2Host, reason: str, path: str, value: Any
 ) -> None:
-    """path: of the module, parameter or attribute that is replaced by value. Our forward would ignore it."""
+    """Our forward would ignore the difference. value: replaces or adds the module, parameter or attribute at path.
+    reason: a part of the refusal."""
     replace_part(host.unet, path, value)
     host.start()
     with pytest.raises(Refusal, match=reason):

@@ -24,11 +24,12 @@ CLOSE = {torch.float16: 1e-2, torch.bfloat16: 2e-2}
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize(("backend", "shapes"), CASES)
-def test_a_kernel_called_directly_equals_torchs_own_call_of_it(
+def test_an_attention_kernel_called_directly_equals_scaled_dot_product_attention_with_it(
     backend: str, shapes: str, dtype: torch.dtype
 ) -> None:
-    """attend() calls the kernel without torch's choice between kernels. The result and its strides are the same to the
-    bit, and close to attention in float32."""
+    """attend() calls one kernel without torch's choice between kernels; the reference is torch's function, restricted
+    to the same kernel. The output and its strides are equal to the bit, and close to attention in float32. shapes: of
+    query and key; "odd" has lengths that are no multiples of 8."""
     if backend == CUDNN and not HAS_CUDNN:
         pytest.skip("this torch cannot")
     torch.manual_seed(0)

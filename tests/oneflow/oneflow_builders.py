@@ -1,4 +1,4 @@
-"""A UNet, a call and OneFlow's graph for it."""
+"""A UNet that OneFlow computes, and a comparison of its outputs."""
 from __future__ import annotations
 
 from typing import Any
@@ -21,7 +21,7 @@ GRAPHS = OneFlow(FAMILIES.output, most=1000)
 
 
 class Ours:
-    """A UNet as OneFlow runs it."""
+    """A UNet whose calls OneFlow computes."""
 
     def __init__(self, unet: Any, graphs: OneFlow = GRAPHS) -> None:
         self.network = Network(unet, None, HostTraits())
@@ -29,7 +29,7 @@ class Ours:
         self.graphs = graphs
 
     def runner(self, call: UNetCall, is_warm_up: bool = True) -> OneFlowRunner | str:
-        """The graph's runner, or the sentence that refuses it."""
+        """The runner of the graph for this call, or the reason why there is none."""
         self.bound.refresh(call)
         key = ShapeKey.of(self.bound.layout.architecture, self.bound.binding.dtype, call)
         try:

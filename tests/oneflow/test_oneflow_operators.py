@@ -1,4 +1,5 @@
-"""OneFlow's operators of transformers against float64 and PyTorch's: no network that OneFlow serves needs them yet."""
+"""OneFlow's operators for transformers, against float64 or PyTorch's operators. OneFlow computes no transformer yet, so
+that only these tests run them."""
 from __future__ import annotations
 
 import pytest
@@ -20,7 +21,9 @@ def random(*shape: int) -> Tensor:
 
 @pytest.mark.parametrize("key_heads", [6, 2, 1])
 @pytest.mark.parametrize("masked", [False, True])
-def test_attention_with_masks_and_fewer_heads_of_keys_is_close_to_that_in_float64(key_heads: int, masked: bool) -> None:
+def test_masked_and_grouped_query_attention_is_close_to_attention_in_float64(key_heads: int, masked: bool) -> None:
+    """There are 6 query heads. masked: with a mask, by which one query of the first image, and all of the second, may
+    attend to no key."""
     from oneflow.utils.tensor import from_torch, to_torch
 
     from lib_onediff.devices.oneflow.operators import OneFlowOperators
@@ -39,7 +42,8 @@ def test_attention_with_masks_and_fewer_heads_of_keys_is_close_to_that_in_float6
 
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("gate_first", [False, True])
-def test_gated_units_are_close_to_torchs(activation: Activation, gate_first: bool) -> None:
+def test_gated_linear_units_are_close_to_those_of_pytorch(activation: Activation, gate_first: bool) -> None:
+    """gate_first: whether the gate is the first half of the input's channels, or the second."""
     from oneflow.utils.tensor import from_torch, to_torch
 
     from lib_onediff.devices.oneflow.operators import OneFlowOperators

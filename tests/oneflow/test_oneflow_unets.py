@@ -1,4 +1,5 @@
-"""Small UNets, computed by OneFlow on the CPU in float32, against their hosts' own forward."""
+"""Small UNets, computed by OneFlow on the CPU in float32. The reference is diffusers' own forward, if not said
+otherwise."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -21,7 +22,7 @@ from lib_onediff.families.unet.call import Control
 
 @pytest.mark.parametrize("layout", ["SD1", "SDXL"])
 def test_each_size_has_one_graph_and_its_output_is_close_to_diffusers(layout: str) -> None:
-    """graphs: how many there are after a call of the size; the first size comes again at the end."""
+    """Calls of two sizes, and of the first size again, make two graphs. layout: of the UNet, a name in builders."""
     unet = diffusers_unet(**getattr(builders, layout))
     ours = Ours(unet)
     before = GRAPHS.count
@@ -39,7 +40,7 @@ def test_odd_sizes_and_attention_in_float32_are_close_to_diffusers() -> None:
 
 
 def test_with_circular_padding_the_output_is_close_to_diffusers() -> None:
-    """As WebUIs set it for tiling images."""
+    """WebUIs set circular padding for tileable images. The output differs from the one with zero padding."""
     unet = diffusers_unet(**builders.SMALL)
     call = a_call(unet)
     ours = Ours(unet)
@@ -53,7 +54,7 @@ def test_with_circular_padding_the_output_is_close_to_diffusers() -> None:
 
 
 def test_one_graph_adds_the_controlnet_residuals_of_each_call() -> None:
-    """Compared with our forward by torch's operators, because diffusers takes residuals in another form."""
+    """The reference is our forward by torch's operators, because diffusers takes residuals in another form."""
     unet = diffusers_unet(**builders.SMALL)
     call = a_call(unet)
     ours = Ours(unet)
@@ -70,7 +71,8 @@ def test_one_graph_adds_the_controlnet_residuals_of_each_call() -> None:
 
 
 def test_one_graph_serves_all_prompts_and_timesteps_and_changes_no_earlier_output() -> None:
-    """Timesteps may also be integers."""
+    """Outputs for other prompts, and for timesteps as integers, are close to diffusers' and come from the same graph. A
+    later run does not write into an earlier output."""
     unet = diffusers_unet(**builders.SMALL_XL)
     ours = Ours(unet)
     call = a_call(unet)
@@ -89,7 +91,8 @@ def test_one_graph_serves_all_prompts_and_timesteps_and_changes_no_earlier_outpu
 @pytest.mark.parametrize("time", [
     TimeEmbedding(320, True, 0.0, 1.0, None, None, None), TimeEmbedding(32, False, 1.0, 0.5, None, None, None),
 ])
-def test_the_sinusoids_of_a_timestep_are_close_to_torchs(time: TimeEmbedding) -> None:
+def test_the_sinusoids_of_a_timestep_are_close_to_those_of_pytorch(time: TimeEmbedding) -> None:
+    """The reference is our operator in PyTorch. time: width, order of cosines and sines, frequency shift and scale."""
     from oneflow.utils.tensor import from_torch, to_torch
 
     from lib_onediff.devices.oneflow.operators import OneFlowOperators

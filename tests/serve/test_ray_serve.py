@@ -95,8 +95,8 @@ def size_of(answer: requests.Response) -> tuple[int, int]:
 
 
 def test_every_request_gets_its_own_image_though_a_replica_is_killed(service: Service) -> None:
-    """After 60 of 200 answers, the replica that began the last image is killed. Its image is made again by the other,
-    and the same to the bit; a new replica takes its place."""
+    """After 60 of 200 answers, the replica that most recently began an image is killed. The other replica makes this
+    image again, equal to the bit, and a new replica takes the place of the killed one."""
     service.start(limits=Limits(waiting=REQUESTS))
     service.wait_until_ready(2)
     assert list(service.warmed().values()) == [len(SIZES)] * 2
@@ -139,6 +139,7 @@ def test_every_request_gets_its_own_image_though_a_replica_is_killed(service: Se
 
 
 def test_the_service_is_ready_only_after_a_replica_has_warmed_up_every_size(service: Service) -> None:
+    """Until then, /ready answers with 503, or with 404 before Ray Serve knows the application's routes."""
     began = time.monotonic()
     starting = threading.Thread(target=service.start)
     starting.start()
@@ -156,7 +157,7 @@ def test_the_service_is_ready_only_after_a_replica_has_warmed_up_every_size(serv
 
 
 def test_requests_beyond_the_limits_or_with_unknown_arguments_are_refused(service: Service) -> None:
-    """The limits are 5 steps and the pixels of 96x96."""
+    """They are refused with status 422. The limits are 5 steps and as many pixels as 96x96 has."""
     service.start(sizes="64x64", limits=Limits(pixels=96 * 96, steps=5))
     service.wait_until_ready(1)
     for changes, status in (
@@ -167,9 +168,10 @@ def test_requests_beyond_the_limits_or_with_unknown_arguments_are_refused(servic
         assert answer.status_code == status, (changes, answer.text)
 
 
-def test_the_service_refuses_foreign_hosts_and_origins_and_bodies_that_are_not_a_request(service: Service) -> None:
-    """403: another host, or a page of another site. 413: too large a body. 422: not JSON by its type, nested too
-    deeply, or an unknown argument. Every refusal is JSON with a sentence."""
+def test_the_service_refuses_foreign_hosts_and_origins_and_invalid_bodies(service: Service) -> None:
+    """403: another name in the Host header, or a request from a page of another site. 413: too large a body. 422: a
+    content type other than JSON, JSON that is nested too deeply, or an unknown argument. Every refusal is JSON with a
+    sentence."""
     service.start(sizes="64x64", allowed_hosts="images.example")
     service.wait_until_ready(1)
     small = {"width": 64, "height": 64, "steps": 3, "prompt": "a fox"}
@@ -189,7 +191,7 @@ def test_the_service_refuses_foreign_hosts_and_origins_and_bodies_that_are_not_a
 
 
 def test_the_end_of_the_service_waits_for_all_earlier_requests(service: Service) -> None:
-    """All 24 get their images; later requests are refused."""
+    """end() is called with 24 requests in progress or waiting. All 24 get their images; a later request is refused."""
     service.start()
     service.wait_until_ready(2)
     with ThreadPoolExecutor(24) as clients:
@@ -215,8 +217,9 @@ def test_without_configured_sizes_a_replica_warms_up_those_in_the_cache_folder(
     assert list((service.warmed() - before).values()) == [2, 2]
 
 
-def test_the_arguments_of_serve_run_are_the_fields_of_config() -> None:
-    """Ray Serve passes them as text. An unknown one is refused with its name."""
+def test_serve_run_takes_the_fields_of_config_as_arguments() -> None:
+    """The command "serve run" passes arguments to app() as text. An unknown name raises ValueError with this name;
+    pack, an argument of version 0.2.0, is ignored."""
     assert app({"model": "folder", "replicas": "2", "gpus": "0", "pack": "of 0.2.0"}) is not None
     with pytest.raises(ValueError, match="replica_count"):
         app({"replica_count": 2})

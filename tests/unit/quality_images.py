@@ -1,4 +1,4 @@
-"""Images to compare, and changes of them."""
+"""Synthetic images, and changes of their quality: noise, less saturation, less contrast."""
 from __future__ import annotations
 
 import torch
@@ -37,11 +37,11 @@ def noisy(image: Tensor, deviation: float, seed: int = 1) -> Tensor:
 
 
 def desaturated(image: Tensor, kept: float) -> Tensor:
-    """Mixed with its own grey (ITU-R BT.601), as photo editors and PIL's ImageEnhance.Color do."""
+    """An image mixed with its own grey (ITU-R BT.601), as by PIL's ImageEnhance.Color. kept: the share of colour."""
     grey = (image @ image.new_tensor((0.299, 0.587, 0.114)))[..., None]
     return grey + kept * (image - grey)
 
 
 def veiled(image: Tensor, veil: float) -> Tensor:
-    """Under a light grey veil: lighter, with less contrast and less saturation."""
+    """An image under a light grey veil: lighter, with less contrast and less saturation. veil: its opacity, 0 to 1."""
     return image * (1 - veil) + 0.8 * veil

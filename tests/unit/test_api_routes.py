@@ -44,15 +44,15 @@ def folder(tmp_path: Path) -> Path:
 
 
 def rows_shown(api: Api, path: str = "shapes") -> set[tuple[str, str]]:
-    """(resolution, model) of each row that the API answers."""
+    """(resolution, model) of each row in the API's answer."""
     return {(row["resolution"], row["model"]) for row in api.get(path)["rows"]}
 
 
-# --- where it is, and what it says of itself --------------------------------------------------------------------------
+# --- endpoints and their documentation --------------------------------------------------------------------------------
 
 
-def test_endpoints_exist_only_where_the_hosts_own_api_does() -> None:
-    """The host's own API is switched on by --api, and by --nowebui."""
+def test_endpoints_exist_only_if_the_webuis_own_api_is_on() -> None:
+    """The WebUI's own API is switched on by --api, and by --nowebui."""
     for flags, there in (({}, True), ({"api": False}, False), ({"api": False, "nowebui": True}, True)):
         app = Api().add_to(FastAPI(), command_line(**flags))
         assert ("/onediff/v1/status" in app.openapi()["paths"]) == there, flags
@@ -61,8 +61,8 @@ def test_endpoints_exist_only_where_the_hosts_own_api_does() -> None:
 
 @pytest.mark.parametrize("has_page", [False, True])
 def test_a_wrong_method_is_answered_with_405_and_the_allowed_methods(api: Api, has_page: bool) -> None:
-    """Also where the demo's page is mounted at / and takes every remaining path. The OpenAPI document has only the
-    right methods."""
+    """The OpenAPI document lists only the allowed methods. has_page: the demo's page is mounted at /, and takes every
+    path that is not the API's."""
     if has_page:
         api.app.mount("/", FastAPI())
     right = {"status": "GET", "shapes": "GET", "prewarm": "POST", "jobs": "GET, DELETE", "jobs/1": "GET, DELETE",
@@ -103,7 +103,7 @@ def test_the_documentation_names_every_field_of_the_answers(api: Api, folder: Pa
 
 
 def ready(api: Api) -> str:
-    """"" where GET status says ready, else its reason; the probe says the same by its status."""
+    """The reason why GET status is not ready; "" if it is. Asserts that ?probe=true agrees, with status 200 or 503."""
     status = api.get("status")
     assert status["ready"] == (status["ready_reason"] == "")
     if status["ready"]:
@@ -113,9 +113,11 @@ def ready(api: Api) -> str:
     return status["ready_reason"]
 
 
-def test_ready_waits_for_the_checkpoint_that_the_webui_loads(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A load balancer's probe: not ready while the checkpoint loads, until the WebUI reports it and its sizes are made
-    ready."""
+def test_status_is_not_ready_before_the_checkpoint_is_loaded_and_its_sizes_are_prewarmed(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the WebUI loads a checkpoint at its start. It is not enough that the checkpoint's name is known: the WebUI
+    must report that it is loaded."""
     monkeypatch.setattr(api.webui, "loads_at_start", lambda: True)
     assert ready(api) == worker.LOADING
     # The WebUI knows the checkpoint now, but has not reported it: nothing is queued yet.
@@ -128,8 +130,8 @@ def test_ready_waits_for_the_checkpoint_that_the_webui_loads(api: Api, monkeypat
     wait_until(lambda: ready(api) == "")
 
 
-def test_without_a_checkpoint_it_is_ready_unless_sizes_are_to_be_prewarmed(api: Api, folder: Path) -> None:
-    """Here the WebUI loads no checkpoint at start. With OneDiff switched off there is nothing to pre-warm."""
+def test_without_a_checkpoint_status_is_ready_unless_sizes_must_be_prewarmed(api: Api, folder: Path) -> None:
+    """Here the WebUI loads no checkpoint at its start. With OneDiff switched off, nothing is pre-warmed."""
     assert ready(api) == ""
     for wanted in ({"prewarm": "512x512"}, {"prewarm": "most used 2"}):
         runtime.configure(Settings(**wanted))
@@ -141,7 +143,8 @@ def test_without_a_checkpoint_it_is_ready_unless_sizes_are_to_be_prewarmed(api: 
 # --- shapes -----------------------------------------------------------------------------------------------------------
 
 
-def test_shapes_are_the_runtimes_rows_and_totals(api: Api, folder: Path) -> None:
+def test_get_shapes_returns_the_rows_and_totals_of_the_runtime(api: Api, folder: Path) -> None:
+    """The rows are read from the cache folder: SDXL's was recorded with 10 ms a step, and 20 ms without OneDiff."""
     answer = api.get("shapes")
     assert [row["resolution"] for row in answer["rows"]] == [row.resolution for row in runtime.rows()]
     row = next(row for row in answer["rows"] if row["model"] == "SDXL")
@@ -164,7 +167,7 @@ def test_shapes_are_the_runtimes_rows_and_totals(api: Api, folder: Path) -> None
     ({"all": True}, set()),
 ])
 def test_purge_deletes_only_the_named_entries(api: Api, folder: Path, body: dict[str, Any], left: set[Any]) -> None:
-    """left: the rows that remain of ROWS."""
+    """The answer lists the deleted rows. left: the rows of ROWS that remain."""
     before = rows_shown(api)
     answer = api.post("purge", body)
     assert rows_shown(api) == left
@@ -178,24 +181,25 @@ def test_purge_deletes_only_the_named_entries(api: Api, folder: Path, body: dict
     {"all": True, "disk": True}, {"disk": True, "resolutions": ["512x512"]}, {"model": ""}, {"everything": True},
     {"all": 1}, {"wait": 5}, None, [],
 ])
-def test_purge_without_exactly_one_target_is_refused(api: Api, folder: Path, body: Any) -> None:
-    """422 for a body that is not one target, and 404 for a target that is in no row. Nothing is deleted."""
+def test_a_purge_without_exactly_one_target_is_refused(api: Api, folder: Path, body: Any) -> None:
+    """Each body is answered with 422, and a valid target that matches no row with 404. Nothing is deleted."""
     api.post("purge", body, 422)
     api.post("purge", {"resolutions": ["768x512"], "model": "SDXL"}, 404)
     assert rows_shown(api) == set(ROWS)
 
 
 @pytest.mark.parametrize(("path", "body"), [("purge", {"all": True}), ("purge", {"disk": True}), ("release", {})])
-def test_a_change_is_refused_after_its_wait_while_an_image_is_made(
+def test_a_purge_or_release_is_refused_if_an_image_is_in_progress_for_longer_than_its_wait(
     api: Api, folder: Path, path: str, body: dict[str, Any]
 ) -> None:
-    """The lock stands for an image in progress. The refused request must not be carried out later, either."""
+    """The test holds the lock of an image in progress. The request waits for the field "wait", in seconds, and is
+    answered with 409. It must not be carried out later, either."""
     with api.webui.lock:
         began = time.monotonic()
         assert "1 s" in api.post(path, {**body, "wait": 1}, 409)["detail"]
         # By default it waits for half a minute.
         assert 0.9 < time.monotonic() - began < 25
-    with api.webui.lock:  # Behind the request that was given up, which must not be carried out now.
+    with api.webui.lock:  # If the refused request still waits for the lock, it is carried out before this.
         assert rows_shown(api) == set(ROWS)
 
 
@@ -210,7 +214,7 @@ def on_the_disk(folder: Path) -> tuple[set[str], set[tuple[str, str]]]:
 
 
 def test_a_pin_or_purge_answered_with_200_is_on_the_disk(api: Api, folder: Path) -> None:
-    """on_the_disk() reads the file as another process would, so that the change survives a kill. Purging keeps pins."""
+    """The test reads the file as another process would: the change survives a kill. A purge keeps pins."""
     runtime.open_cache(folder)
     for body, status in (({"resolution": "8x8", "model": "SD1"}, 404), ({"resolution": "512x512"}, 422)):
         api.post("pin", body, status)
@@ -226,11 +230,11 @@ def test_a_pin_or_purge_answered_with_200_is_on_the_disk(api: Api, folder: Path)
     assert on_the_disk(folder)[1] == set()
 
 
-def test_changes_that_the_disk_refuses_are_answered_with_507(
+def test_changes_that_cannot_be_written_to_disk_are_answered_with_507(
     api: Api, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another connection holds the database's write lock. A change that cannot be stored is not made in memory, either:
-    the rows and pins stay, and the same purge succeeds later. The page says the same."""
+    """Another connection holds the database's write lock. The change is not made in memory, either: rows and pins stay,
+    and the same purge succeeds later. The Cache page shows the same error."""
     runtime.open_cache(folder)
     monkeypatch.setattr(store_module, "BUSY_SECONDS", 0.05)
     pin = {"resolution": "512x512", "model": "SD1"}
@@ -247,16 +251,16 @@ def test_changes_that_the_disk_refuses_are_answered_with_507(
 # --- the pre-warm queue -----------------------------------------------------------------------------------------------
 
 
-def test_prewarm_queues_each_size_once_and_first_puts_it_before_those_that_wait(api: Api) -> None:
-    """The lock holds the queue's first job, so that the others wait. A size that waits keeps its job; another number of
-    tokens is another job. A job that waits can be cancelled once."""
+def test_prewarm_queues_each_size_once_and_order_first_puts_it_before_waiting_ones(api: Api) -> None:
+    """The test's lock blocks the first job, so that the others wait. A size that waits already keeps its job; with
+    another number of tokens, it gets a second job. A waiting job can be cancelled once."""
     with api.webui.lock:
         answer = api.post("prewarm", {"sizes": "64x64, 832x1216 x2"}, 202)
         assert [(job["size"], job["tokens"], job["source"]) for job in answer["jobs"]] == [
             ("64x64", 77, "API"), ("832x1216 x2", 77, "API"),
         ]
         more = api.post("prewarm", {"sizes": "832x1216 x2, 64x128"}, 202)["jobs"]
-        assert more[0]["id"] == answer["jobs"][1]["id"], "what waits keeps its job"
+        assert more[0]["id"] == answer["jobs"][1]["id"], "a waiting size keeps its job"
         assert (more[1]["width"], more[1]["height"], more[1]["batch"]) == (64, 128, 1)
         longer = api.post("prewarm", {"sizes": "64x128", "tokens": 154}, 202)["jobs"][0]
         assert longer["tokens"] == 154 and longer["id"] != more[1]["id"]
@@ -264,12 +268,12 @@ def test_prewarm_queues_each_size_once_and_first_puts_it_before_those_that_wait(
         wait_until(lambda: api.get("jobs/1")["state"] == "running")
         api.post("prewarm", {"sizes": "256x64, 64x256", "order": "first"}, 202)
         sizes = [job["size"] for job in api.get("jobs")["jobs"]]
-        assert sizes == ["64x64", "256x64", "64x256", "832x1216 x2", "64x128", "64x128"], "before what waits"
+        assert sizes == ["64x64", "256x64", "64x256", "832x1216 x2", "64x128", "64x128"], "before waiting jobs"
         assert api.ask("DELETE", f"jobs/{longer['id']}", 200)["state"] == "cancelled"
         api.ask("DELETE", f"jobs/{longer['id']}", 409)
 
 
-def test_a_failed_job_has_its_reason(api: Api) -> None:
+def test_a_failed_job_gives_its_reason_and_cannot_be_cancelled(api: Api) -> None:
     (job,) = api.post("prewarm", {"sizes": "64x64"}, 202)["jobs"]
     wait_until(lambda: api.get(f"jobs/{job['id']}")["state"] == "failed")
     assert api.get(f"jobs/{job['id']}")["reason"] == "no model is loaded"
@@ -277,7 +281,7 @@ def test_a_failed_job_has_its_reason(api: Api) -> None:
 
 
 @pytest.mark.parametrize("job", ["0", "-1", "1.5", "x", "9" * 5000, "%00", "1e3", "99999999999999999999"])
-def test_a_job_number_that_is_none_is_answered_with_422_and_an_unknown_one_with_404(api: Api, job: str) -> None:
+def test_an_invalid_job_number_is_answered_with_422_and_an_unknown_one_with_404(api: Api, job: str) -> None:
     for method in ("GET", "DELETE"):
         api.ask(method, f"jobs/{job}", 422)
         api.ask(method, "jobs/7", 404)

@@ -64,15 +64,14 @@ def fields(**values: Any) -> str:
 
 
 class Painter:
-    """A TextToImage that paints its images without a WebUI. kept: the share of its colour that an image keeps with
-    OneDiff."""
+    """A TextToImage that paints images without a WebUI. kept: the share of colour that images with OneDiff keep."""
 
     def __init__(self, kept: float = 1.0) -> None:
         self.kept = kept
         self.made: list[tuple[Request, Settings]] = []
 
     def interrupt(self) -> None:
-        """Its images are made at once."""
+        """Does nothing: each image is finished immediately."""
 
     def share_of_image(self) -> float:
         return 0.5
@@ -107,7 +106,7 @@ def a_pair(seconds: tuple[float, float]) -> Pair:
     ("cfg_scale", "x", "CFG scale must be a number"), ("cfg_scale", "nan", "CFG scale must be from 1 to 30"),
     ("seed", "-2", "The seed must be from -1"), ("steps", "1.5", "whole number"),
 ])
-def test_a_wrong_field_of_the_txt2img_tab_gets_a_sentence(name: str, value: Any, part: str) -> None:
+def test_an_invalid_field_of_the_txt2img_tab_is_refused_by_name(name: str, value: Any, part: str) -> None:
     with pytest.raises(ValueError, match=part):
         request_of(fields(**{name: value}))
     with pytest.raises(ValueError, match="cannot be read"):
@@ -115,7 +114,7 @@ def test_a_wrong_field_of_the_txt2img_tab_gets_a_sentence(name: str, value: Any,
 
 
 def test_the_fields_of_the_txt2img_tab_become_a_request() -> None:
-    """Seed -1 means a random one, another each time."""
+    """Seed -1 becomes a random seed, a different one each time."""
     assert request_of(fields(scheduler="Karras")) == {
         **FIRST, "prompt": "a fox", "negative_prompt": "", "scheduler": "Karras",
     }
@@ -140,9 +139,9 @@ def run(painter: Painter, images: int, request: Request = FIRST) -> Comparison:
     return over(queue)
 
 
-def test_the_side_that_is_made_first_alternates_and_each_pair_is_compared() -> None:
-    """6 images: one of each side to warm up, then two pairs. The Painter loses half of the colour with OneDiff, so that
-    each comparison must say washed_out."""
+def test_left_and_right_alternate_in_being_made_first_and_each_pair_is_compared() -> None:
+    """There are 6 images: one of each side as a warm-up, then two pairs. With OneDiff, the Painter drops half of the
+    colour, so that each comparison must report washed_out."""
     painter = Painter(0.5)
     job = run(painter, 2)
     assert (job.state, job.share, job.done, job.total) == ("done", 1.0, 120, 120) and job.made == job.wanted == 6
@@ -154,9 +153,11 @@ def test_the_side_that_is_made_first_alternates_and_each_pair_is_compared() -> N
 
 
 @pytest.mark.parametrize(("first_uses", "warm_ups"), [((1, 0), 2), ((0,), 1), ((5,) * 9, MOST_WARM_UPS)], ids=str)
-def test_a_side_is_warmed_up_until_its_image_has_no_first_uses(first_uses: tuple[int, ...], warm_ups: int) -> None:
-    """first_uses: how many shapes each image of the right side used for the first time. Each time with all steps,
-    because DeepCache is inactive in a short sampling."""
+def test_a_side_is_warmed_up_until_an_image_uses_no_shape_for_the_first_time(
+    first_uses: tuple[int, ...], warm_ups: int
+) -> None:
+    """Warm-up images have all steps, because DeepCache is inactive in a short sampling. first_uses: how many shapes
+    each image of the right side uses for the first time. warm_ups: how many warm-up images that side gets."""
     painter = Painter()
     counts = list(first_uses)
     make = Painter.make
@@ -173,7 +174,7 @@ def test_a_side_is_warmed_up_until_its_image_has_no_first_uses(first_uses: tuple
     assert job.made == job.wanted == 3 + warm_ups and len(job.pairs) == 1
 
 
-def test_a_comparison_that_fails_has_the_first_line_of_the_error_as_reason() -> None:
+def test_a_failed_comparison_gives_the_first_line_of_the_error_as_its_reason() -> None:
     logging.getLogger("onediff").propagate = False
     job = run(Painter(), 1, {**FIRST, "prompt": "fail"})
     assert (job.state, job.reason, job.pairs) == ("failed", "no memory", [])
@@ -186,15 +187,17 @@ def test_a_comparison_that_fails_has_the_first_line_of_the_error_as_reason() -> 
     ([(7.95, 1.0)], ""), ([(2, 1), (2.2, 1), (2.4, 1)], "2.2x faster"), ([(1, 2), (1, 2), (1, 2)], "2.0x slower"),
     ([(5.6, 1), (0.84, 1), (1.2, 1)], "no measurable difference"),
 ])
-def test_the_speed_of_the_right_side_is_given_in_words_from_three_pairs_on(
+def test_with_three_or_more_pairs_the_right_sides_speed_is_given_in_words(
     seconds: list[tuple[float, float]], says: str
 ) -> None:
-    """The seconds of both sides of each pair. Ratios that scatter about 1 are no measurable difference."""
+    """Ratios of seconds that scatter about 1 are no measurable difference. seconds: (left, right) of each pair. says:
+    the words; none for fewer pairs."""
     assert speed_of_right([a_pair(each) for each in seconds]) == says
 
 
-def test_the_difference_map_is_amplified_where_pixels_differ() -> None:
-    """A difference of 3 is shown as 192, 64 times as bright. Equal images say that no pixel differs."""
+def test_the_difference_map_amplifies_small_differences() -> None:
+    """A difference of 3 (of 255) is shown as 192, 64 times as bright. The caption gives the factor; for equal images,
+    it says that no pixel differs."""
     grey = Image.new("RGB", (24, 16), (128, 128, 128))
     changed = grey.copy()
     changed.putpixel((6, 4), (131, 131, 131))
@@ -218,7 +221,7 @@ def shown_seeds(numbers: str) -> list[dict[str, Any]]:
     return json.loads(html.unescape(shown))["seeds"]
 
 
-def test_without_scikit_image_the_job_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_scikit_image_the_page_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     logging.getLogger("onediff").propagate = False
     monkeypatch.setitem(sys.modules, "skimage", None)
     panel = a_panel(Painter())
@@ -228,8 +231,8 @@ def test_without_scikit_image_the_job_says_how_to_install_it(monkeypatch: pytest
 
 
 def test_a_second_comparison_waits_for_the_first_and_can_be_cancelled_alone() -> None:
-    """A second click on the same comparison gets a message, and a finished comparison is shown on every page: look()
-    with what a page has seen changes nothing."""
+    """The same comparison is not queued twice: a second click gets a message. A page that shows no comparison gets the
+    newest finished one; a page that shows it already gets no change."""
     turn = threading.Lock()
 
     def in_turn(work: Callable[[], Any]) -> Any:
@@ -255,8 +258,8 @@ def test_a_second_comparison_waits_for_the_first_and_can_be_cancelled_alone() ->
 
 
 def test_the_first_image_is_shown_before_the_second_is_made() -> None:
-    """The painter holds the second image back. The page shows the left one without a verdict, and later both under new
-    names, so that no browser shows the early one again."""
+    """The Painter waits before the second image. The page shows the left image without a verdict, and later both images
+    under new names, so that no browser shows the early one from its cache."""
     painter = Painter()
     make = Painter.make
     go = threading.Event()
@@ -280,14 +283,17 @@ def test_the_first_image_is_shown_before_the_second_is_made() -> None:
     _, numbers, images, _ = panel.look("{}", "")
     (measured,) = shown_seeds(numbers)
     assert [caption for _, caption in images] == list(measured["images"].values()) and measured["verdict"]
-    assert early["images"]["left"] not in measured["images"].values(), "another image has another name"
+    assert early["images"]["left"] not in measured["images"].values(), "the second left image has a new name"
 
 
 @pytest.mark.parametrize(("choice", "changes", "says"), [
     (OFF, "low_bit fp8", "Left: 'low_bit fp8' has no effect where OneDiff is off"), (CURRENT, "nonsense 5", "nonsense"),
     ("Turbo", "", "no preset 'Turbo'"),
 ])
-def test_a_wrong_choice_gets_a_message_below_its_side(choice: str, changes: str, says: str) -> None:
+def test_invalid_settings_get_a_message_below_their_side_and_nothing_is_queued(
+    choice: str, changes: str, says: str
+) -> None:
+    """choice: the left side's preset. changes: the left side's other options. The right side is invalid, too."""
     panel = a_panel(Painter())
     left, right, both = panel.begin(choice, changes, CURRENT, "turbo 3", 1, fields())
     assert says in html.unescape(left) and "Right: OneDiff has no option 'turbo'" in html.unescape(right)
@@ -298,16 +304,18 @@ def test_a_wrong_choice_gets_a_message_below_its_side(choice: str, changes: str,
     (OFF, CURRENT, {"enabled": False}, "Both sides are made without OneDiff."),
     ("Fast", CURRENT, {"preset": "Fast"}, "Both sides have the same settings."),
 ])
-def test_two_sides_with_the_same_settings_are_compared_with_a_message(
+def test_two_sides_with_the_same_settings_are_compared_and_a_message_says_so(
     left: str, right: str, held: dict[str, Any], says: str
 ) -> None:
+    """left, right: the choices of both sides. held: fields of the OneDiff accordion, which CURRENT reads."""
     panel = a_panel(Painter())
     assert says in panel.begin(left, "", right, "", 1, fields(**held))[2]
     assert over(panel.queue).pairs
 
 
 def test_current_settings_are_those_of_the_accordion() -> None:
-    """The fields of the accordion are sent with those of the tab. A wrong preset there gets a message."""
+    """The page sends the fields of txt2img's OneDiff accordion with those of the tab. An unknown preset among them gets
+    a message."""
 
     def current(**held: Any) -> Settings:
         given = arguments_of_run(fields(**held))

@@ -26,8 +26,8 @@ def steps(whole: Iterable[int] = WHOLE_OF_20, count: int = 20) -> list[str]:
 
 @pytest.mark.parametrize("config", [SMALL, SMALL_XL], ids=["SD1", "SDXL"])
 def test_skipped_steps_extrapolate_the_last_two_computed_outputs(config: dict[str, Any]) -> None:
-    """plain is the same sampling without a forecast: computed steps equal its outputs. The line is over the timesteps,
-    which are evenly spaced here."""
+    """The extrapolation is linear over the timesteps, which are evenly spaced here. Computed steps equal, to the bit,
+    those of the same sampling without a forecast."""
     ours = Samplings("forecast", config)
     plain = Samplings("forecast", config, deepcache_interval=1)
     ours.begin()
@@ -53,7 +53,8 @@ def test_skipped_steps_extrapolate_the_last_two_computed_outputs(config: dict[st
 
 
 def test_outputs_are_extrapolated_separately_for_each_prompt_and_size() -> None:
-    """Three calls in each step. alone samples the first prompt by itself: the outputs must be equal."""
+    """Each step has three calls: two prompts, and the first prompt at another size. The outputs of the first prompt
+    equal those of a sampling that has no other calls."""
     ours = Samplings("forecast")
     alone = Samplings("forecast")
     ours.begin()
@@ -73,7 +74,7 @@ def test_outputs_are_extrapolated_separately_for_each_prompt_and_size() -> None:
 
 
 def test_after_a_change_of_weights_two_steps_are_computed() -> None:
-    """Steps 10 and 11, so that no line goes through outputs of the old weights."""
+    """Steps 10 and 11 are computed, so that no step is extrapolated from outputs of the old weights."""
     ours = Samplings("forecast")
     ours.begin()
     found = ours.sample(STEPS[:10])
@@ -83,12 +84,11 @@ def test_after_a_change_of_weights_two_steps_are_computed() -> None:
 
 
 def test_every_sampling_begins_with_computed_steps() -> None:
-    """The second sampling is img2img with the last 12 of 20 steps: it must not continue the first one's line."""
+    """The second sampling is img2img with the last 12 of 20 steps. It must not extrapolate outputs of the first."""
     ours = Samplings("forecast")
     ours.begin()
     ours.sample(STEPS[:15])
     ours.begin()
-    # img2img with 12 of 20 steps.
     assert ours.sample(STEPS[8:]) == steps({0, 1, 2, 4, 8, 11}, 12)
 
 
@@ -101,6 +101,7 @@ SAMPLINGS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("more", "why"), SAMPLINGS, ids=[why for _, why in SAMPLINGS])
 def test_an_inactive_forecast_computes_every_step_and_gives_the_reason(more: dict[str, Any], why: str) -> None:
+    """more: what the sampler reports of the sampling (fields of Sampling). why: the reason in the status."""
     ours = Samplings("forecast")
     ours.begin(**more)
     assert ours.sample(more.get("times", STEPS)) == [WHOLE] * len(more.get("times", STEPS))
@@ -111,16 +112,17 @@ def test_an_inactive_forecast_computes_every_step_and_gives_the_reason(more: dic
     (lambda call: replace(call, timestep=call.timestep - torch.arange(2)), "at different steps"),
     (lambda call: replace(call, patches=PatchPoints()), "other extensions"),
 ])
-def test_calls_that_cannot_be_forecast_are_computed_whole(change: Callable[[UNetCall], UNetCall], why: str) -> None:
+def test_calls_that_cannot_be_forecast_are_all_computed(change: Callable[[UNetCall], UNetCall], why: str) -> None:
+    """change: makes two rows of different timesteps, or adds another extension's patches. why: a part of the reason."""
     ours = Samplings("forecast")
     ours.begin()
     found = [ours.run(change(ours.call(time)))[0] for time in STEPS]
     assert found == [WHOLE] * 20 and why in ours.reason
 
 
-def test_after_the_negative_prompt_is_skipped_two_steps_are_computed() -> None:
-    """From step 10 on, the negative prompt is skipped: both rows are the prompt's prediction, and no line goes through
-    outputs of before."""
+def test_the_first_two_steps_without_the_negative_prompt_are_computed() -> None:
+    """From step 10 on, the negative prompt is skipped, and both rows of the output are the prompt's prediction. No step
+    is extrapolated from outputs of before."""
     ours = Samplings("forecast", skip_negative_after=50)
     ours.begin()
     found = []

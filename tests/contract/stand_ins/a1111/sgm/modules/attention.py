@@ -1,4 +1,4 @@
-"""See diffusionmodules.openaimodel."""
+"""sgm's attention classes, copies of ldm's: the code of ldm.modules.attention runs again in this module."""
 from __future__ import annotations
 
 from importlib.util import find_spec

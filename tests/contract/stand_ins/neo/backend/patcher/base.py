@@ -1,4 +1,4 @@
-"""Neo's model patcher: ComfyUI's, which adds a function to the layer for each LoRA that is not merged."""
+"""Neo's model patcher: like ComfyUI's, with one function on the layer for each LoRA that is not merged."""
 from __future__ import annotations
 
 from typing import Any
@@ -22,7 +22,7 @@ class ModelPatcher(ComfyPatcher):
         return [OnlineLoRAPatch("a file", key, patch) for patch in patches]
 
     def merged(self, key: str, weight: Any, patches: list[Any]) -> Any:
-        """Merge patches into a parameter. A layer with a weight in few bits decodes it, and rounds the result again."""
+        """The parameter with patches merged. A quantized weight is dequantized for it, and quantized again."""
         layer = self._layer(key)
         if not hasattr(layer, "set_weight"):
             return super().merged(key, weight, patches)

@@ -1,4 +1,4 @@
-"""The function with which the UNet computes its timestep's sinusoids."""
+"""The sinusoidal timestep embedding that reForge's UNet calls."""
 from __future__ import annotations
 
 from ldm.modules.diffusionmodules import util
