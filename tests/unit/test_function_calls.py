@@ -1,5 +1,5 @@
-"""Functions of other extensions inside of our forward: each is called once, draws the random numbers that it would draw
-in the host's forward, and its exceptions are raised unchanged."""
+"""Functions of other extensions within our forward: each is called once, draws the random numbers that it would draw in
+the host's forward, and its exceptions are raised unchanged."""
 from __future__ import annotations
 
 import logging
@@ -31,8 +31,8 @@ SEED = 7
 
 
 class Extension:
-    """Adds noise at stages. number: of its calls; it is restored if the extension must be called again. at: functions
-    to run at its n-th call."""
+    """An extension that adds noise to hidden states. number: how often it was called; restored if it must be called
+    again. at: by number of the call, functions of the noisy hidden states, which return what the extension returns."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -42,7 +42,7 @@ class Extension:
 
     @property
     def calls(self) -> int:
-        """The number of calls by all routes."""
+        """The number of calls, including those that were repeated."""
         return len(self._seen[""])
 
     def begin(self, at: dict[int, Callable[[Tensor], Tensor]]) -> None:
@@ -72,7 +72,8 @@ class Points(PatchPoints):
 
 
 class Scene:
-    """A UNet with an extension. at: functions that the extension runs at its n-th call inside of a call of the UNet."""
+    """A UNet with an extension. Arguments _0 to _4: Extension.at for the call with this number, within one UNet
+    call."""
 
     def __init__(self) -> None:
         self.unet = attached(**SMALL_XL)
@@ -116,7 +117,7 @@ def shrunk(hidden: Tensor) -> Tensor:
 
 @pytest.fixture
 def tracebacks(caplog: pytest.LogCaptureFixture) -> Callable[[], int]:
-    """The number of tracebacks in the log."""
+    """A function that returns the number of tracebacks in the log."""
     return lambda: sum(record.exc_info is not None for record in caplog.records if record.levelno >= logging.WARNING)
 
 
@@ -135,12 +136,12 @@ def scene(pretended: Any) -> Scene:
 
 @pytest.mark.parametrize("number", range(PLACES))
 @pytest.mark.parametrize("most_kept", [segments.MOST_KEPT, 0])
-def test_after_an_unexpected_shape_inside_a_replay_output_and_random_numbers_are_right(
+def test_after_an_unexpected_shape_inside_a_replay_output_and_random_numbers_are_the_same(
     scene: Scene, number: int, most_kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The n-th function returns another shape than at the capture, so that the replay ends there and our forward
-    computes the rest. If results took too much memory to keep (most_kept 0), the functions are called again, with the
-    same random numbers."""
+    """The reference is the host's forward. In call `number`, the extension returns another shape than at the capture.
+    The replay ends there, and our forward computes the rest with the results of earlier functions. most_kept: the bytes
+    of results that may be kept; with 0, the functions are called again, with the same random numbers."""
     monkeypatch.setattr(segments, "MOST_KEPT", most_kept)
     # A capture calls them again.
     monkeypatch.setattr(runtime.services.graphs, "capture", lambda *given: 0)
@@ -155,7 +156,8 @@ def test_after_an_unexpected_shape_inside_a_replay_output_and_random_numbers_are
 
 
 def test_after_an_unexpected_shape_the_call_is_captured_anew_and_replayed(scene: Scene) -> None:
-    """Three calls in which the last function halves the size: the first one is computed, and captured for it."""
+    """In three calls of the UNet, the last function halves the size. The first call is computed without a graph and
+    captured; the others are replayed. The reference is the host's forward."""
     for route in ("plain", "graph", "graph"):
         expected, then = scene.expected(_4=shrunk)
         scene.begin(_4=shrunk)
@@ -165,8 +167,8 @@ def test_after_an_unexpected_shape_the_call_is_captured_anew_and_replayed(scene:
 
 
 def test_results_of_functions_are_copied_before_a_function_overwrites_them(scene: Scene) -> None:
-    """The function returns the same buffer at every point with the same shape. The last one has an unexpected shape, so
-    that the earlier results are needed again."""
+    """The function returns the same buffer wherever the shape is the same. Its last result has an unexpected shape, so
+    that our forward needs the earlier results. The reference is a function that returns new tensors."""
     kept: dict[torch.Size, Tensor] = {}
 
     def reused(hidden: Tensor) -> Tensor:
@@ -180,9 +182,9 @@ def test_results_of_functions_are_copied_before_a_function_overwrites_them(scene
 
 
 def test_values_passed_between_functions_survive_an_unexpected_shape() -> None:
-    """In Forge, the options of a block are made when the block begins; one patch may write to them, and the next one
-    reads that. The recorded graph ends at such a block (DoesNotFit), and our forward resumes with the values of
-    before."""
+    """In Forge, each block has a dictionary of options, which one patch may write and the next one read. A patch
+    returns an unexpected shape, and the replay ends with DoesNotFit. Our forward resumes with the values written until
+    then."""
     unet = shared_ldm_unet()
     options = {PATCHES: {"attn1_patch": [merged], "attn1_output_patch": [unmerged]}}
 
@@ -216,7 +218,7 @@ class Interrupted(BaseException):
 
 
 def raising(*errors: BaseException) -> Callable[[Tensor], Tensor]:
-    """A function that raises each of these once."""
+    """A function that raises each of these errors once, the last one first."""
     waiting = list(errors)
 
     def fails(hidden: Tensor) -> Tensor:
@@ -232,7 +234,8 @@ def raising(*errors: BaseException) -> Callable[[Tensor], Tensor]:
 def test_an_exception_of_a_function_is_raised_unchanged(
     scene: Scene, error: BaseException, replays: bool, tracebacks: Callable[[], int]
 ) -> None:
-    """The caller gets the extension's very exception, nothing is computed again, and the next call is not affected."""
+    """The caller gets the exception object that the extension raised. Nothing is computed again, and the next call is
+    not affected. replays: whether graphs are replayed around the function, or our forward runs without graphs."""
     if not replays:
         runtime.release_memory()
     scene.begin(_2=raising(error))
@@ -248,8 +251,9 @@ def test_an_exception_of_a_function_is_raised_unchanged(
     assert served_by() == (NATIVE, "graph" if replays else "plain")
 
 
-def test_out_of_memory_in_a_function_leaves_the_host_its_random_numbers(scene: Scene) -> None:
-    """The host computes the call, whose functions must draw the numbers that they would have drawn without us."""
+def test_after_out_of_memory_in_a_function_the_host_computes_with_the_same_random_numbers(scene: Scene) -> None:
+    """The host computes the call again. The functions must draw the numbers that they would have drawn without
+    OneDiff."""
     expected, then = scene.expected()
     scene.begin(_3=raising(torch.cuda.OutOfMemoryError("CUDA out of memory")))
     # The host's own forward has enough memory.
@@ -258,11 +262,11 @@ def test_out_of_memory_in_a_function_leaves_the_host_its_random_numbers(scene: S
     assert relative_error(output, expected) < CLOSE and numbers() == then
 
 
-def test_a_kernel_that_fails_after_functions_leaves_the_next_backend_their_random_numbers(
+def test_after_a_failed_kernel_the_next_backend_computes_with_the_same_random_numbers(
     scene: Scene, native_operators: StandInOperators
 ) -> None:
-    """The native backend's kernel fails after some functions have run. In the next backend they run again, with the
-    numbers that they would have drawn at first."""
+    """A kernel of the native backend fails after some functions have run. The next backend calls them again, and they
+    draw the same numbers as in the first attempt."""
     runtime.release_memory()
     expected, then = scene.expected()
     scene.begin()
@@ -272,8 +276,9 @@ def test_a_kernel_that_fails_after_functions_leaves_the_next_backend_their_rando
     assert relative_error(output, expected) < CLOSE and numbers() == then
 
 
-def test_functions_that_fail_only_in_our_forward_leave_the_call_to_the_webuis(pretended: Any) -> None:
-    """The function raises until the host runs. Output and random numbers are those of the host's forward alone."""
+def test_a_call_whose_functions_fail_only_in_our_forward_is_left_to_the_host(pretended: Any) -> None:
+    """The functions raise until the host's forward runs. Output and random numbers are those of the host's forward
+    without OneDiff."""
     scene = Scene()
     with torch.no_grad():
         runtime.run(scene.unet, scene.call, lambda: our_output(scene.unet, scene.call))
@@ -291,8 +296,8 @@ def test_functions_that_fail_only_in_our_forward_leave_the_call_to_the_webuis(pr
 
 
 def test_a_function_that_fails_in_a_capture_costs_only_the_graph(pretended: Any) -> None:
-    """A capture calls the functions again after the call was computed. Output and random numbers are those of that
-    computation."""
+    """A capture calls the functions again after the call was computed, and one of them raises. Output and random
+    numbers are those of the computed call."""
     scene = Scene()
     with torch.no_grad():
         runtime.run(scene.unet, scene.call, lambda: our_output(scene.unet, scene.call))

@@ -1,5 +1,5 @@
-"""The graphs' memory stays within the budget, a purge frees as many bytes as its row shows, and graphs that are
-captured again take less."""
+"""The memory of CUDA graphs: it stays within the budget, is freed by purges as their rows show, and is given back with
+an unloaded UNet."""
 from __future__ import annotations
 
 import gc
@@ -47,8 +47,8 @@ def entry(resolution: str) -> Entry:
 
 
 def test_a_row_shows_the_memory_that_its_purge_frees(unet: nn.Module, pretended: PretendedGraphs) -> None:
-    """Graphs of smaller sizes share the purged one's memory, and are captured again in a smaller one. What is held then
-    has shrunk by the number that the row showed, within 10 %."""
+    """All graphs share one memory pool, whose size the largest one decides. After a purge of the largest, the others
+    are captured again in a smaller pool. The memory held then has shrunk by what the row showed, within 10 %."""
     make_ready(unet, LARGE, SMALL, MIDDLE)
     for resolution in ("128x128", "96x96"):
         said = row(resolution).bytes
@@ -65,8 +65,8 @@ def test_a_row_shows_the_memory_that_its_purge_frees(unet: nn.Module, pretended:
 
 
 def test_graphs_of_many_sizes_stay_within_the_budget(unet: nn.Module, pretended: PretendedGraphs) -> None:
-    """The budget holds the largest graph and two MiB more. While a graph is made, one more than the budget may be
-    held."""
+    """The budget is the memory of the largest graph and 2 MiB. During a capture, the memory held may exceed it by one
+    graph."""
     make_ready(unet, LARGE)
     largest = entry("128x128").needs
     runtime.purge()
@@ -86,8 +86,8 @@ def test_graphs_of_many_sizes_stay_within_the_budget(unet: nn.Module, pretended:
 
 
 def test_a_pinned_graph_is_not_dropped_for_another_model(unet: nn.Module, pretended: PretendedGraphs) -> None:
-    """The budget has room for the pinned graph alone. The other model is computed without a graph, and the reason says
-    so."""
+    """The budget is large enough for the pinned graph only. The other model is computed without a graph, and the reason
+    is that pinned sizes take the budget."""
     make_ready(unet, SMALL)
     assert runtime.pin("64x64", row("64x64").model, True) and row("64x64").pinned
     assert not runtime.pin("8x8", row("64x64").model, True), "there is no such row"
@@ -100,7 +100,7 @@ def test_a_pinned_graph_is_not_dropped_for_another_model(unet: nn.Module, preten
 
 
 def test_a_graph_larger_than_the_budget_is_never_captured(unet: nn.Module, pretended: PretendedGraphs) -> None:
-    """The reason names the option with its value."""
+    """The reason names the option and its value."""
     set_budget(1)
     for _ in range(4):
         assert error(unet, a_call(unet)) < CLOSE
@@ -112,7 +112,7 @@ def test_a_graph_larger_than_the_budget_is_never_captured(unet: nn.Module, prete
 def test_when_the_budget_is_full_graphs_of_other_architectures_are_dropped_first(
     unet: nn.Module, pretended: PretendedGraphs
 ) -> None:
-    """"proved" is checked, but without a graph."""
+    """State "proved": the size has passed its comparison with the host, and has no graph."""
     other = attached()
     make_ready(other, MIDDLE)
     make_ready(unet, SMALL)
@@ -134,8 +134,8 @@ def make_ready_again(unet: nn.Module, size: tuple[int, int] = SMALL) -> None:
 
 
 def test_an_unloaded_unet_gives_its_memory_back(unet: nn.Module, pretended: PretendedGraphs) -> None:
-    """Two UNets of one architecture share the row. Its graphs' memory is freed with the last of them, by detach or with
-    its last reference."""
+    """Two UNets of one architecture share a row. The first is detached, the second is garbage-collected. Each frees its
+    part of the memory; after both, nothing is held, and the row has no graph."""
     other = attached(**SMALL_XL)
     make_ready(unet, SMALL)
     make_ready_elsewhere(other)
@@ -152,15 +152,15 @@ def test_an_unloaded_unet_gives_its_memory_back(unet: nn.Module, pretended: Pret
 
 
 def make_ready_elsewhere(unet: nn.Module) -> None:
-    """Another checkpoint of the architecture uses the same entries, and gets its first graph one step later."""
+    """Call another checkpoint of the same architecture until it has a graph. It needs no second check of the size."""
     assert error(unet, a_call(unet)) < CLOSE
     assert entry("64x64").state is State.READY
     assert error(unet, a_call(unet)) < CLOSE
     assert served_by() == ("native", "graph")
 
 
-def test_releasing_memory_drops_graphs_but_not_their_checks(unet: nn.Module) -> None:
-    """"proved" is checked: the next call needs no comparison with the host before its graph is captured."""
+def test_releasing_memory_drops_graphs_and_keeps_the_checks_of_their_sizes(unet: nn.Module) -> None:
+    """State "proved": the next call needs no comparison with the host before its graph is captured."""
     make_ready(unet, LARGE, SMALL)
     before = runtime.services.holdings.shared()
     assert runtime.release_memory() == before and bytes_held() == 0
@@ -169,7 +169,7 @@ def test_releasing_memory_drops_graphs_but_not_their_checks(unet: nn.Module) -> 
 
 
 def test_a_lowered_budget_applies_from_the_next_sampling_on(unet: nn.Module, pretended: PretendedGraphs) -> None:
-    """Graphs over the budget are dropped at the beginning of a sampling, and captured again within it."""
+    """At the beginning of that sampling, graphs are dropped; those that fit the budget are captured again."""
     make_ready(unet, LARGE, SMALL, MIDDLE)
     set_budget(memory_of(entry("96x96").needs) // MEBIBYTE + 4)
     runtime.begin_sampling(unet)

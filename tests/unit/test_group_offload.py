@@ -28,9 +28,9 @@ def offload(unet: Any, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["leaf_level", "block_level"])
 @pytest.mark.parametrize("is_first", [True, False])
 def test_offloading_hooks_run_only_if_the_host_computes(pretended: PretendedGraphs, kind: str, is_first: bool) -> None:
-    """diffusers' group offloading, of each kind, set before (is_first) or after the UNet is compiled. moved records
-    that a hook moves weights. Calls are served also after a LoRA has removed the hooks and added them again, and
-    uncompiling gives the UNet back."""
+    """The hooks move weights; the first call runs them, because it is compared with the host. OneDiff computes calls
+    also after the hooks were removed and added again, as by loading a LoRA. Uncompiling restores the UNet. kind: of the
+    offloading. is_first: whether it is set before compile_unet, or after it."""
     unet = diffusers_unet(**SMALL_XL)
     moved = list[Any]()
     call = a_call(unet)
@@ -43,7 +43,7 @@ def test_offloading_hooks_run_only_if_the_host_computes(pretended: PretendedGrap
                 own = reference.pre_forward
                 reference.pre_forward = lambda *given, own=own, **named: moved.append(given[0]) or own(*given, **named)
     served(unet, call)
-    assert moved, "the first call is compared with the host's"
+    assert moved, "the first call is compared with the host's output"
     served(unet, call)
     moved.clear()
     assert relative_error(served(unet, call), expected) < ROUNDING
@@ -60,7 +60,8 @@ def test_offloading_hooks_run_only_if_the_host_computes(pretended: PretendedGrap
     assert relative_error(served(unet, call), expected) < ROUNDING
 
 
-def test_a_foreign_forward_inside_of_offloading_hooks_is_refused() -> None:
+def test_compile_refuses_a_unet_whose_hooks_call_a_forward_of_other_code() -> None:
+    """The forward was replaced before offloading was set, so that the hooks are around it."""
     unet = diffusers_unet(**SMALL_XL)
     unet.forward = lambda *given, **named: None
     offload(unet, "block_level")
@@ -69,8 +70,9 @@ def test_a_foreign_forward_inside_of_offloading_hooks_is_refused() -> None:
 
 
 @pytest.mark.parametrize("place", ["on top", "between"])
-def test_a_foreign_forward_around_offloading_hooks_is_refused(place: str) -> None:
-    """Ours would be called in place of it. between: what the outer one of two hooks calls."""
+def test_compile_refuses_a_unet_whose_hooks_are_wrapped_by_other_code(place: str) -> None:
+    """OneDiff would bypass the wrapper. place: the wrapper calls the outermost hook ("on top"), or is called by the
+    outer one of two hooks ("between")."""
     unet = diffusers_unet(**SMALL_XL)
     offload(unet, "block_level")
     if place == "on top":
@@ -86,8 +88,8 @@ def test_a_foreign_forward_around_offloading_hooks_is_refused(place: str) -> Non
         lib_onediff.compile_unet(unet)
 
 
-def test_the_host_serves_if_weights_are_offloaded_to_disk(pretended: PretendedGraphs, tmp_path: Path) -> None:
-    """Between calls, the parameters in main memory have no values then."""
+def test_the_host_computes_if_weights_are_offloaded_to_disk(pretended: PretendedGraphs, tmp_path: Path) -> None:
+    """Between calls, such parameters have no values in main memory. The reason names diffusers."""
     unet = diffusers_unet(**SMALL_XL)
     call = a_call(unet)
     expected = served(unet, call)
@@ -104,7 +106,8 @@ def test_the_host_serves_if_weights_are_offloaded_to_disk(pretended: PretendedGr
 
 
 class Noting(hooks.ModelHook):
-    """A hook that records when it runs. It is registered by the name of a hook of diffusers that only moves weights."""
+    """A hook that records when it runs. Tests register it under the name of a diffusers hook that only moves
+    weights."""
 
     def __init__(self, noted: list[str]) -> None:
         super().__init__()
@@ -116,7 +119,8 @@ class Noting(hooks.ModelHook):
 
 
 def test_hooks_registered_before_and_after_compiling_all_run_once_around_the_hosts_forward() -> None:
-    """Each hook keeps the forward that it finds, which may be ours. Removing the hooks restores the forward."""
+    """OneDiff is compiled in, but switched off. Each hook keeps the forward that it finds, which may be ours. Removing
+    the second hook, and uncompiling, restore the forward of before."""
     unet = diffusers_unet(**SMALL_XL)
     noted = list[str]()
     call = a_call(unet)
@@ -148,6 +152,8 @@ def test_hooks_registered_before_and_after_compiling_all_run_once_around_the_hos
 
 
 def test_a_fault_while_hooks_are_read_leaves_the_call_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OneDiff's function that reads the hooks raises. The output is the host's, to the bit, and the reason names the
+    error."""
     unet = diffusers_unet(**SMALL_XL)
     call = a_call(unet)
     expected = served(unet, call)

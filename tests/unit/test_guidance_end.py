@@ -1,4 +1,5 @@
-"""Skipping the negative prompt: which calls compute the prompt's rows only, their outputs, and when it is inactive."""
+"""Skipping the negative prompt: which calls compute only the batch rows of the prompt, and when the policy is
+inactive. A whole call computes all rows."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -23,7 +24,7 @@ def steps(whole: int, count: int = 20) -> list[str]:
 
 
 def refused(ours: Samplings, change: Callable[[UNetCall], UNetCall] = lambda call: call, **more: Any) -> str:
-    """The policy's reason at the end of a sampling in which it must be inactive."""
+    """The policy's reason at the end of a sampling. Asserts that it is inactive, and that every call is whole."""
     for time in STEPS:
         call = change(ours.call(time))
         assert ours.run(call, **more)[0] == WHOLE
@@ -39,10 +40,11 @@ def refused(ours: Samplings, change: Callable[[UNetCall], UNetCall] = lambda cal
     (lambda call: call, {"why_not": "the sampler's churn moves its steps"}, "the sampler's churn moves its steps"),
     (lambda call: call, {"times": STEPS[:9]}, "fewer than 10 steps"),
 ])
-def test_calls_and_samplings_for_which_skipping_is_refused_compute_the_negative_prompt(
+def test_calls_and_samplings_that_cannot_skip_the_negative_prompt_compute_all_rows(
     change: Callable[[UNetCall], UNetCall], known: dict[str, Any], why: str
 ) -> None:
-    """refused() runs the sampling, asserts that every call is whole, and returns the reason."""
+    """change: of each call. known: what the sampler reports of the sampling (fields of Sampling). why: a part of the
+    reason in the status."""
     ours = Samplings("guidance")
     ours.begin(**known)
     assert why in refused(ours, change)
@@ -57,8 +59,8 @@ def refusing(reason: str) -> Callable[[], PromptRows]:
     return guidance
 
 
-def test_a_call_is_whole_if_the_host_does_not_say_which_rows_are_the_prompts() -> None:
-    """Either it refuses to say, with its reason, or it says nothing."""
+def test_all_rows_are_computed_if_the_host_does_not_tell_which_belong_to_the_prompt() -> None:
+    """The host either gives its reason, which the status repeats, or passes nothing at all."""
     ours = Samplings("guidance")
     ours.begin()
     assert refused(ours, guidance=refusing("the host's reason")) == "the host's reason"
@@ -68,9 +70,9 @@ def test_a_call_is_whole_if_the_host_does_not_say_which_rows_are_the_prompts() -
     assert ours.reason.endswith("it is unknown which part of the batch belongs to the negative prompt")
 
 
-def test_steps_with_other_calls_besides_prompt_and_negative_prompt_are_whole() -> None:
-    """A host makes such calls for several prompts. The policy learns it from the first step, whose calls it counts; the
-    next sampling is not affected."""
+def test_steps_with_additional_calls_compute_all_rows() -> None:
+    """A host makes more than one call in a step if there are several prompts. The policy counts the calls of the first
+    step. The next sampling, with one call a step, is not affected."""
     ours = Samplings("guidance", skip_negative_after=1)
     ours.begin()
     for time in STEPS:
@@ -81,9 +83,9 @@ def test_steps_with_other_calls_besides_prompt_and_negative_prompt_are_whole() -
     assert ours.sample() == steps(1)
 
 
-def test_the_first_steps_calls_are_remembered_if_weights_move_or_the_status_is_read() -> None:
-    """Both happen between the two calls of one step. If the first step's second call were forgotten, later steps would
-    skip rows."""
+def test_moved_weights_and_a_read_status_do_not_reset_the_count_of_calls_in_the_first_step() -> None:
+    """Both happen between the two calls of each step. If the second call of the first step were not counted, later
+    steps would skip rows."""
     ours = Samplings("guidance", skip_negative_after=1)
     ours.begin()
     for time in STEPS:
@@ -95,11 +97,11 @@ def test_the_first_steps_calls_are_remembered_if_weights_move_or_the_status_is_r
         assert ours.run(call, refusing("several prompts"))[0] == WHOLE
 
 
-def test_after_a_fault_of_the_policy_the_whole_call_and_the_rest_of_the_image_are_computed(
+def test_after_an_error_in_the_policy_all_rows_are_computed_for_the_rest_of_the_image(
     caplog: pytest.LogCaptureFixture
 ) -> None:
-    """broken: the function that gives the policy the rows of the prompt. The output equals that of a sampling without
-    the policy."""
+    """The function that gives the policy the rows of the prompt raises. The output of this call equals, to the bit,
+    that of a sampling without the policy, and the error is logged once."""
     ours = Samplings("guidance")
     ours.begin()
 
@@ -117,8 +119,8 @@ def test_after_a_fault_of_the_policy_the_whole_call_and_the_rest_of_the_image_ar
 
 
 def test_if_the_host_fails_on_the_prompts_rows_it_computes_the_whole_call() -> None:
-    """A call with half of the rows may fail where the whole one does not. The policy is inactive for the rest of the
-    image."""
+    """A call with half of the rows may fail where the whole one does not. The output is close to that of diffusers, and
+    the policy is inactive for the rest of the image."""
     ours = Samplings("guidance")
     ours.begin()
     assert ours.sample(STEPS[:10]) == steps(10, 10)

@@ -1,5 +1,5 @@
-"""The history that is kept between processes: uses, times, verdicts, choices and pins of this machine, until a
-purge."""
+"""The history that OneDiff keeps between processes: how often sizes were used and their times, verdicts (the results of
+comparisons with the host), tuned choices and pins."""
 from __future__ import annotations
 
 import dataclasses
@@ -27,7 +27,7 @@ KEY = ShapeKey(
 
 @pytest.fixture
 def used(tmp_path: Path) -> Path:
-    """A cache folder with the calls of one image."""
+    """A cache folder with the history of five calls: four of 64x64, one of 88x72."""
     unet = shared_unet("small")
     runtime.history.open(tmp_path)
     lib_onediff.compile_unet(unet)
@@ -44,8 +44,8 @@ def used(tmp_path: Path) -> Path:
 
 @pytest.mark.usefixtures("host_timed_often")
 def test_rows_are_read_by_the_next_process(used: Path) -> None:
-    """opened() is a History as another process opens it. The last of uses() are five calls of the fixture; keeping them
-    again counts nothing twice."""
+    """A second History on the same folder stands for the next process. The fixture's five calls are written twice and
+    counted once. Times and ratios are kept for sizes with more than one call."""
     now = {found.resolution: found for found in runtime.rows()}
     runtime.keep_history()  # Uses that were counted are not counted again.
     assert uses(opened(used)) == {"64x64": 4, "88x72": 1}
@@ -60,7 +60,7 @@ def test_rows_are_read_by_the_next_process(used: Path) -> None:
 
 
 def test_without_a_folder_history_lasts_for_the_process() -> None:
-    """Verdicts and pins are kept in memory; forget() drops the verdicts, and no pins."""
+    """Verdicts and pins are kept in memory. forget() drops the verdicts and keeps the pins."""
     history = History()
     history.keep([])
     history.keep_verdict(checked(KEY))
@@ -75,8 +75,8 @@ def test_without_a_folder_history_lasts_for_the_process() -> None:
 
 
 def test_times_and_verdicts_of_another_machine_or_version_are_not_used(tmp_path: Path) -> None:
-    """A Fingerprint is the machine's and the versions' names; each of its parts makes another one. Times, verdicts and
-    tuned choices belong to it; uses and pins, to the folder."""
+    """A Fingerprint identifies the machine and the versions; a change of any field changes its digest. Times, verdicts
+    and tuned choices are kept by digest. Uses and pins are shared by all machines, and a purge deletes for all."""
     here = Fingerprint.of()
     others = [dataclasses.replace(here, **{part.name: "another"}) for part in dataclasses.fields(Fingerprint)]
     assert len({here.digest, *(other.digest for other in others)}) == 1 + len(others)
@@ -94,8 +94,8 @@ def test_times_and_verdicts_of_another_machine_or_version_are_not_used(tmp_path:
     assert opened(tmp_path).rows(every_machine=True) == [] == before.rows(), "a purge is of every machine"
 
 
-def test_entries_written_by_0_2_0_are_read(tmp_path: Path) -> None:
-    """OneDiff 0.2.0 had the same tables, and one list of pins."""
+def test_a_history_written_by_onediff_0_2_0_is_read(tmp_path: Path) -> None:
+    """OneDiff 0.2.0 had the same tables, but wrote all pins as one list."""
     history = opened(tmp_path)
     history.record(row())
     history.close()
@@ -111,8 +111,8 @@ def test_entries_written_by_0_2_0_are_read(tmp_path: Path) -> None:
     assert opened(tmp_path).pins() == {("SD1", "512x512"), ("SD2 v", "72x72")}
 
 
-def test_the_source_digest_changes_with_code_that_computes_and_not_with_pages(tmp_path: Path) -> None:
-    """ui/, bench/, caches and other files than Python's do not affect an image."""
+def test_the_source_digest_changes_with_code_that_affects_images_and_not_with_other_files(tmp_path: Path) -> None:
+    """Files that do not affect an image: ui/, bench/, __pycache__/, and all that are not Python code."""
 
     def digest(changes: dict[str, str]) -> str:
         for name, text in changes.items():
@@ -132,8 +132,8 @@ def test_the_source_digest_changes_with_code_that_computes_and_not_with_pages(tm
 
 
 def test_a_purge_deletes_the_named_resolutions_of_the_named_model_and_no_others(tmp_path: Path) -> None:
-    """Their rows and verdicts are deleted, written or not, for later processes too. % and _ are wildcards of SQL, but
-    not here. `late` is a verdict that is not yet written."""
+    """Their rows and verdicts are deleted in this process and for later ones, also a verdict that is not written yet. %
+    and _, wildcards of SQL, have no effect. Tuned choices stay."""
     history = opened(tmp_path)
     keys = {(model, width): dataclasses.replace(KEY, architecture=f"of-{model}", width=width)
             for model in ("SD1", "SDXL") for width in (64, 72)}
@@ -161,10 +161,11 @@ def test_a_purge_deletes_the_named_resolutions_of_the_named_model_and_no_others(
 
 
 @pytest.mark.usefixtures("host_timed_often")
-def test_a_checked_shape_is_not_checked_again_and_the_hosts_speed_is_still_known(
+def test_the_next_process_does_not_check_a_size_again_and_reports_the_same_error_and_host_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """asked counts the host's runs. one_call() is as a new process with the same cache folder."""
+    """Both "processes" are this one, with a new History of the same cache folder. In the second, the host's forward
+    never runs."""
     unet = diffusers_unet()
     call = a_call(unet)
     asked: list[None] = []

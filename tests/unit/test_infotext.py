@@ -1,4 +1,4 @@
-"""OneDiff's part of an image's infotext: written and read back, also by the WebUIs' own infotext code."""
+"""OneDiff's field of an image's infotext: how it is written, read, and pasted into the accordion."""
 from __future__ import annotations
 
 import re
@@ -34,7 +34,8 @@ def every_setting() -> list[Settings]:
 
 
 def test_infotext_needs_no_quotes() -> None:
-    """A1111 writes the fields of an infotext as "name: value, ", and quotes values with these characters."""
+    """A1111 writes an infotext as "name: value, name: value", and quotes a value with a comma, a colon, a quote or a
+    line break. No pair of option values leads to one."""
     for settings in every_setting():
         text = infotext.describe(settings)
         assert processing.quote(text) == text
@@ -57,6 +58,8 @@ def test_infotext_needs_no_quotes() -> None:
 def test_parse_keeps_the_valid_settings_of_texts_by_other_versions_and_users(
     text: str, expected: dict[str, Any]
 ) -> None:
+    """Unknown options, invalid values and options that are not of a single run (cache_folder) are dropped. A text that
+    does not begin with on or off gives nothing."""
     assert infotext.parse(text) == expected
     Settings.from_mapping(infotext.parse(text))
 
@@ -80,7 +83,7 @@ TABS = [
 
 @pytest.mark.parametrize("standing", TABS, ids=infotext.describe)
 def test_a_run_has_exactly_the_settings_of_the_infotext_that_was_pasted(standing: Settings) -> None:
-    """standing: the options in the settings, over which the accordion's values apply."""
+    """standing: the options in the settings tab, which the accordion's values override."""
     for settings in every_setting():
         run = settings_of_run(read_by_the_accordion({infotext.KEY: infotext.describe(settings)}, standing), standing)
         assert per_run(run) == per_run(settings)
@@ -97,8 +100,8 @@ def test_a_run_has_exactly_the_settings_of_the_infotext_that_was_pasted(standing
 def test_an_option_without_effect_on_the_images_model_is_not_in_its_infotext(
     options: dict[str, Any], is_transformer: bool, text: str
 ) -> None:
-    """transformer_* options have no effect on UNets, and deepcache_* ones none on transformers that have their own. A
-    preset's name stays. Pasted for the same model, the run has the same effect."""
+    """transformer_* options have no effect on UNets; deepcache_* ones have none on transformers, if transformer_*
+    options are set. A preset is written by name. A run with the pasted text has the same effect on the same model."""
     settings = Settings(**options)
     followed = settings.cache_options(is_transformer)
     others = (DEEPCACHE_OPTIONS | TRANSFORMER_OPTIONS) - followed
@@ -121,8 +124,8 @@ def test_an_option_without_effect_on_the_images_model_is_not_in_its_infotext(
     ("on; deepcache_interval 99", Settings(), [True, AS_IN_SETTINGS, ""]),
 ])
 def test_pasting_infotext_sets_the_accordion(text: str, standing: Settings, arguments: list[Any]) -> None:
-    """standing: the options in the settings. arguments: the accordion's switch, preset and changes, which undo what
-    stands in the settings."""
+    """standing: the options in the settings tab. arguments: the accordion's switch, preset and changes, which override
+    options of the settings tab that the image did not have."""
     assert read_by_the_accordion({infotext.KEY: text}, standing) == arguments
 
 
@@ -134,6 +137,7 @@ def test_pasting_infotext_sets_the_accordion(text: str, standing: Settings, argu
     ("speed Turbo; nonsense 5", "no option 'nonsense'"), ("speed Fast", infotext.NO_SWITCH),
 ])
 def test_unused_parts_of_a_paste_are_reported_once(text: str, part: str) -> None:
+    """part: of the one message; "": there is no message."""
     problems: list[str] = []
     read_by_the_accordion({infotext.KEY: text}, Settings(), problems.append)
     assert len(problems) == bool(part) and all(part in problem for problem in problems)
@@ -141,6 +145,7 @@ def test_unused_parts_of_a_paste_are_reported_once(text: str, part: str) -> None
 
 @pytest.mark.parametrize("parameters", [{}, {"Steps": "20"}, {"OneDiff": "maybe"}, {"OneDiff": ""}], ids=str)
 def test_pasting_an_infotext_without_our_part_leaves_the_accordion_unchanged(parameters: dict[str, str]) -> None:
+    """A value that does not begin with on or off counts as none."""
     assert read_by_the_accordion(parameters, Settings(deepcache_interval=3)) == [None] * 3
 
 
@@ -158,8 +163,8 @@ def test_the_changes_field_accepts_options_as_infotext_and_labels_write_them(
     assert infotext.read_changes(text) == expected
 
 
-def test_a_presets_name_stands_for_its_options() -> None:
-    """Both ways: read from a text, and written for settings that equal the preset."""
+def test_a_presets_name_is_read_as_its_options_and_written_for_them() -> None:
+    """The name is written for settings that equal the preset. An unknown name raises ValueError."""
     expected = {**with_preset(Settings(), FAST).changed_from(Settings()), "low_bit": "fp8"}
     found = infotext.read_changes("Speed fast; low_bit fp8")
     assert Settings(**found).changed_from(Settings()) == expected

@@ -1,4 +1,4 @@
-"""install.py: its arguments, and the life of a .venv with a real pip and tiny wheels."""
+"""install.py: its arguments, the requirements that it reads, and the .venv that a real pip makes from tiny wheels."""
 from __future__ import annotations
 
 import ast
@@ -67,7 +67,7 @@ def without_constraints(monkeypatch):
 
 
 def run_install(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a folder's install.py as a user would, from that folder's parent."""
+    """Run a folder's install.py from that folder's parent. environment: additional variables."""
     command = [sys.executable, folder / "install.py", *arguments]
     environment = {**os.environ, **environment}
     return subprocess.run(command, cwd=folder.parent, env=environment, capture_output=True, text=True)
@@ -123,8 +123,8 @@ def installed(tmp_path_factory, wheels) -> tuple[Path, dict[str, str]]:
 
 
 def test_install_py_at_a_webuis_start_imports_nothing_from_site_or_its_folder():
-    """A WebUI runs install.py of each extension without arguments. As with an embeddable Python for Windows, which uses
-    neither PYTHONPATH nor the script's folder."""
+    """A WebUI runs install.py of each extension without arguments. The test runs it with -I -S, like the embeddable
+    Python for Windows, which uses neither PYTHONPATH nor the script's folder."""
     command = [sys.executable, "-I", "-S", REPOSITORY / "install.py"]
     answer = subprocess.run(command, cwd=REPOSITORY.anchor, capture_output=True, text=True)
     assert (answer.returncode, answer.stderr, answer.stdout) == (0, "", "")
@@ -165,8 +165,8 @@ def test_help_needs_no_installation(tmp_path, arguments):
     assert not (checkout / ".venv").exists()
 
 
-def test_relative_paths_are_of_the_folder_in_which_the_command_is_typed(tmp_path, monkeypatch):
-    """The name of a model that is shipped stays a name, even if there is no such file."""
+def test_relative_paths_in_arguments_are_relative_to_the_current_folder(tmp_path, monkeypatch):
+    """They are made absolute for the demo, which runs in another folder. The name of a shipped model is not a path."""
     monkeypatch.chdir(tmp_path)
     Path("mine").mkdir()
     command = install.demo_command(["--model", "mine", "--data-dir", "data"])
@@ -175,6 +175,7 @@ def test_relative_paths_are_of_the_folder_in_which_the_command_is_typed(tmp_path
 
 
 def test_too_little_disk_space_is_refused_and_a_partial_venv_needs_less(tmp_path, monkeypatch):
+    """1 GiB is free. A .venv that is complete except for 1 GiB is not refused."""
     monkeypatch.setattr(install, "VENV", tmp_path)
     monkeypatch.setattr(install.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 30))
     with pytest.raises(install.CannotInstall, match=r" needs [26789]\.0 GB more, and 1\.0 GB are free there\.$"):
@@ -187,7 +188,8 @@ def test_too_little_disk_space_is_refused_and_a_partial_venv_needs_less(tmp_path
 @pytest.mark.skipif(sys.platform != "linux", reason="torch brings CUDA's libraries on Linux alone")
 @pytest.mark.parametrize("by", ["constraint", "installation"])
 def test_a_cpu_build_of_torch_needs_less_disk_space(tmp_path, monkeypatch, by):
-    """It is known by pip's constraints, or because it is installed already."""
+    """by: how install.py finds out that torch is a CPU build: from the file in PIP_CONSTRAINT, or because this build is
+    installed already."""
     venv = tmp_path / ".venv"
     constraints = tmp_path / "constraints.txt"
     constraints.write_text("# torch==1.0+cpu\ntorch==2.13.0\n")
@@ -203,8 +205,8 @@ def test_a_cpu_build_of_torch_needs_less_disk_space(tmp_path, monkeypatch, by):
 
 @pytest.mark.parametrize(("arguments", "code"), [([], 0), (["--demo"], 1)])
 def test_a_python_that_is_too_old_gets_a_sentence_instead_of_a_syntax_error(monkeypatch, capsys, arguments, code):
-    """install.py must be valid syntax for Python 3.6 up to its check of the version. A WebUI's start (no arguments)
-    must not fail."""
+    """The whole of install.py must be valid syntax for Python 3.6. code: of the exit; 0 without arguments, as a WebUI
+    runs it, so that the WebUI's start does not fail."""
     text = Path(install.__file__).read_text(encoding="utf-8")
     tree = ast.parse(text, feature_version=(3, 6))
     assert not any(isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in tree.body)
@@ -256,6 +258,7 @@ def test_packages_that_users_have_already_get_no_upper_bound():
 
 
 def test_tested_versions_are_documented():
+    """The newest torch is that of core/version.py, and all are in the row of diffusers in .readme/hosts.md."""
     assert install.tested("newest")[0] == f"torch<={NEWEST_TORCH}"
     releases = (REPOSITORY / ".readme" / "hosts.md").read_text(encoding="utf-8")
     (row,) = re.findall(r"^\| diffusers \|.*$", releases, re.MULTILINE)
@@ -264,12 +267,12 @@ def test_tested_versions_are_documented():
         assert re.search(rf" {diffusers} \((torch )?{torch}, (transformers )?{transformers}\)", row)
 
 
-# The life of a .venv
+# Making and updating a .venv
 
 
 def test_pytest_gets_the_users_arguments_last_and_its_exit_code_is_returned(installed):
-    """The pytest of the tiny wheels prints its folder and arguments, and exits with 7. Arguments after --test are
-    pytest's, whatever they are."""
+    """The pytest of the tiny wheels prints its folder and arguments, and exits with 7. All arguments after --test are
+    passed to pytest, even install.py's own."""
     checkout, environment = installed
     words = ["-k", "a b", "--demo", "--port", "x", "--test"]
     answer = run_install(checkout, "--test", *words, **environment)
@@ -323,6 +326,7 @@ def test_output_of_pip_that_is_not_utf_8_is_read(tmp_path, monkeypatch):
 
 
 def test_only_missing_packages_are_announced(installed, monkeypatch):
+    """There are three messages: for a first installation, for packages that .venv lacks, and for outdated ones."""
     checkout, _ = installed
     monkeypatch.setattr(install, "VENV", checkout / ".venv")
     first = install.what_it_installs("demo", ["tiny_torch>=2", "torch>=2"])
@@ -369,8 +373,8 @@ class InTerminal:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows gives programs no such terminals")
-def test_a_terminal_shows_that_a_silent_command_works():
-    """After SILENT_SECONDS without output, a line counts the time until the command goes on."""
+def test_a_terminal_shows_that_a_silent_command_is_still_running():
+    """After SILENT_SECONDS without output, a line counts the seconds until the command writes again."""
     command = "import sys, time; print('begun', flush=True); time.sleep(4); print('over'); sys.exit('a problem')"
     program = InTerminal(
         "import sys, install; install.SILENT_SECONDS = 1;"
@@ -384,7 +388,7 @@ def test_a_terminal_shows_that_a_silent_command_works():
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows gives programs no such terminals")
 def test_ctrl_c_in_a_terminal_shows_the_cursor_again_and_ends_the_line():
-    """pip's progress bar hides the cursor."""
+    """pip's progress bar has hidden the cursor. install.py exits with 130."""
     command = r"import time; print('\x1b[?25lloading', flush=True); time.sleep(60)"
     program = InTerminal(
         f"import sys, install; command = [sys.executable, '-c', {command!r}];"
@@ -399,7 +403,7 @@ def test_ctrl_c_in_a_terminal_shows_the_cursor_again_and_ends_the_line():
     assert program.process.wait(60) == 130
 
 
-def test_pip_without_an_index_gets_a_sentence_and_the_half_made_venv_is_completed_later(tmp_path, wheels):
+def test_without_a_package_index_install_py_says_so_and_later_completes_the_partial_venv(tmp_path, wheels):
     checkout = make_checkout(tmp_path / "checkout")
     (checkout / ".venv" / "bin").mkdir(parents=True)
 
@@ -413,8 +417,8 @@ def test_pip_without_an_index_gets_a_sentence_and_the_half_made_venv_is_complete
     assert online.returncode == 7
 
 
-def test_an_installed_package_has_all_files_of_the_repositorys(tmp_path):
-    """Also those that are no Python: "pip install ." of a clean copy installs the style sheets and py.typed."""
+def test_an_installed_package_has_all_files_of_lib_onediff(tmp_path):
+    """A wheel made from a clean copy also has the files that are not Python code, such as style sheets and py.typed."""
     setuptools = pytest.importorskip("setuptools")
     if int(setuptools.__version__.split(".")[0]) < 77:
         pytest.skip("this setuptools is older than what pyproject.toml asks for")
