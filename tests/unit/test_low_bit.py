@@ -1,5 +1,5 @@
-"""Low-bit in whole UNets, and the changes of weights, memory, settings or machine after it. All errors are within the
-budget here; see test_low_bit_budget.py for others."""
+"""Low-bit (products in 8 bits) in whole UNets, and changes of weights, memory or settings after it. Here all errors are
+within the budget; test_low_bit_budget.py has the others."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -37,14 +37,15 @@ CPU = torch.device("cpu")
 def test_a_unet_in_eight_bits_is_close_to_the_host_but_not_equal(
     on_a_gpu: StandInOperators, option: str, worst: float
 ) -> None:
-    """worst: float8 keeps three bits of each factor, and int8 seven bits of the largest of its row. The entry has the
-    same error, which the panel shows, and the third call is replayed."""
+    """The cache entry has the same error, which the Cache page shows, and the third call is replayed. worst: the
+    largest relative error to the host; fp8 keeps three bits of each factor, int8 seven bits of the largest one in a
+    row."""
     unet = compiled(half_unet(), option)
     call = half_call(unet)
     host = diffusers_output(unet, call)
     error = relative_error(served(unet, call), host)
     assert served_by()[0] == EIGHT, reason()
-    assert 1e-3 < error < worst, "of every factor float8 keeps three bits, int8 seven of the largest of its row"
+    assert 1e-3 < error < worst
     assert entry_of(option).relative_error == pytest.approx(error, rel=0.05), "what the panel shows"
     served(unet, call)
     served(unet, call)
@@ -53,9 +54,10 @@ def test_a_unet_in_eight_bits_is_close_to_the_host_but_not_equal(
     assert layers >= 6 and backend_sentence(lib_onediff.status()) == f"native, 8-bit ({layers} layers)"
 
 
-def test_each_setting_has_an_entry_of_its_own_and_off_is_exact(on_a_gpu: StandInOperators) -> None:
-    """Images with three settings of one UNet: fp8, int8, off. With off, the weights in 8 bits are freed, and the output
-    equals that of a UNet that never had them."""
+def test_each_value_of_low_bit_has_its_own_cache_entry_and_off_is_exact(on_a_gpu: StandInOperators) -> None:
+    """One UNet makes images with fp8, int8 and off. With off, the 8-bit weights are freed, and the output equals, to
+    the bit, that of a UNet that never had them. Afterwards fp8 is captured anew, because its weights have other
+    addresses."""
     unet = compiled(half_unet(), "fp8")
     call = half_call(unet)
     for _ in range(3):
@@ -84,7 +86,8 @@ def addresses_of(kept: Mapping[str, Sequence[QuantizedWeight]]) -> dict[str, lis
 
 @pytest.mark.parametrize("option", ["fp8", "int8"])
 def test_an_edited_weight_is_quantized_again_at_the_same_address(on_a_gpu: StandInOperators, option: str) -> None:
-    """As when a LoRA is merged."""
+    """Weights are edited in place, as by merging a LoRA. CUDA graphs read the 8-bit weights at fixed addresses. With
+    their scales, these are within 5 % of the edited weights."""
     unet = compiled(half_unet(), option)
     call = half_call(unet)
     before = served(unet, call)
@@ -102,10 +105,10 @@ def test_an_edited_weight_is_quantized_again_at_the_same_address(on_a_gpu: Stand
     assert addresses_of(kept.kept(KINDS)) == addresses, "graphs know those"
 
 
-def test_without_memory_for_8_bit_weights_native_serves_with_a_reason(
+def test_without_memory_for_8_bit_weights_native_computes_exactly_and_gives_the_reason(
     on_a_gpu: StandInOperators, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The allocation fails once, and is tried again in the next sampling only."""
+    """After the failed allocation, no other is tried until the next sampling begins."""
     unet = compiled(half_unet(), "fp8")
     tries = []
 
@@ -127,17 +130,17 @@ def test_without_memory_for_8_bit_weights_native_serves_with_a_reason(
 @pytest.mark.parametrize(("module", "name", "option"), [
     (float8, "product", "fp8"), (products, "int8_product", "int8"),
 ], ids=["fp8", "int8"])
-def test_8_bit_outputs_too_far_from_the_hosts_are_not_used(
+def test_8_bit_outputs_that_differ_too_much_from_the_host_output_are_not_used(
     on_a_gpu: StandInOperators, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, option: str
 ) -> None:
-    """The product's kernel returns three times the right output. The first call, which compares, returns the host's
-    output."""
+    """The kernel of 8-bit products (module, name) is patched to return three times its result. The first call compares,
+    and returns the host's output; the second is exact."""
     real = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *given: 3 * real(*given))
     unet = compiled(half_unet(), option)
     call = half_call(unet)
     output = served(unet, call)
-    assert torch.equal(output, diffusers_output(unet, call)), "the first picture is the host's"
+    assert torch.equal(output, diffusers_output(unet, call)), "the first output is the host's"
     assert entry_of(option).state is State.FAILED and "output differs" in entry_of(option).reason
     served(unet, call)
     assert served_by()[0] == EXACT and "output differs" in reason()
@@ -147,8 +150,8 @@ def test_8_bit_outputs_too_far_from_the_hosts_are_not_used(
 
 
 def test_the_probe_of_float8_finds_wrong_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The probe multiplies two matrices as the GPU's first use of float8. Products of zeros and a missing kernel must
-    give a reason, not an exception."""
+    """The probe, float8_support(), multiplies two matrices before the first use of float8. A kernel that returns zeros,
+    and a missing one, must give a reason, not an exception."""
     assert float8.float8_support(CPU, torch.float16).result in (torch.float16, torch.bfloat16)
     monkeypatch.setattr(float8, "product", lambda tokens, weight, bias, result: torch.zeros(64, 128, device=CPU))
     found = float8.float8_support(CPU, torch.float16)
@@ -167,7 +170,8 @@ def a_choice(tuning_cache: TuningCache) -> LowBit:
 
 
 def test_every_layer_quantized_chooses_eight_bits_without_measurements() -> None:
-    """For measuring a checkpoint's errors, in which times do not matter."""
+    """every_layer_quantized() serves to measure a checkpoint's errors, for which times do not matter. Of both formats,
+    it chooses FP8, the less precise one."""
     choice = a_choice(TuningCache())
     small = Product(8, 16, 32, GATED)
     with choice.every_layer_quantized():
@@ -180,11 +184,12 @@ def test_every_layer_quantized_chooses_eight_bits_without_measurements() -> None
     ((2.0, 1.9), None, None), ((2.0, 1.7), None, FP8), (None, (2.0, 1.0), INT8), ((2.0, 1.0), (2.0, 0.95), FP8),
     ((2.0, 1.0), (2.0, 0.85), INT8), ((2.0, 1.9), (2.0, 1.75), INT8),
 ])
-def test_products_that_gain_a_tenth_use_eight_bits_also_in_the_next_process(
+def test_products_that_are_a_tenth_faster_in_8_bits_use_them_also_in_the_next_process(
     fp8: tuple[float, float] | None, int8: tuple[float, float] | None, kind: Kind | None
 ) -> None:
-    """fp8, int8: (milliseconds in 16 bits, in 8 bits). INT8 is chosen if it is faster than FP8 by a tenth, because a
-    GPU at its power limit lowers its clock under INT8."""
+    """INT8 must also be a tenth faster than FP8, because a GPU at its power limit lowers its clock under INT8. fp8,
+    int8: (milliseconds in 16 bits, in 8 bits). kind: the chosen format; None: 16 bits. A LowBit on the same tuning
+    cache stands for the next process."""
     tuning_cache = TuningCache()
     product = Product(2048, 1280, 10240, NORMED)
     for one, times in ((FP8, fp8), (INT8, int8)):

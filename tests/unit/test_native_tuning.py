@@ -1,4 +1,4 @@
-"""The measurements of launch configs, and the choice by them."""
+"""Launch configs of Triton kernels: which are measured, and which is chosen."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -47,9 +47,9 @@ class Clock:
         return self.ms.get(str(config), 1.0)
 
 
-def test_kernels_are_measured_once_for_each_width_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    """tune_kernels returns the number of measurements. Layer norm's third config is the fastest, and all GEGLU's take
-    the same time: the first one stays."""
+def test_kernels_are_measured_once_for_each_width_and_dtype() -> None:
+    """tune_kernels returns the number of measurements. Layer norm's third config is the fastest. All configs of GEGLU
+    take the same time, so that its first one stays."""
     launches = Launches(TuningCache())
     clock = Clock(**{str(LAYER_NORM.candidates[2]): 0.5})
     count = tune_kernels(launches, LAYERS, torch.float32, CPU, clock)
@@ -65,7 +65,7 @@ def test_kernels_are_measured_once_for_each_width_and_dtype(monkeypatch: pytest.
 
 @pytest.mark.parametrize(("other_ms", "place"), [(0.98, 0), (0.9, 1), (2.0, 0)])
 def test_a_launch_config_is_replaced_only_by_a_clearly_faster_one(other_ms: float, place: int) -> None:
-    """The first config takes 1.0 ms."""
+    """The first config takes 1.0 ms. other_ms: the time of the second one. place: which of both is chosen."""
     clock = Clock(**{str(ADDITION.candidates[1]): other_ms})
     assert best_config(Trial(ADDITION, SMALL, lambda config: None), clock) == ADDITION.candidates[place]
 
@@ -85,9 +85,9 @@ def test_a_launch_config_that_this_gpu_cannot_run_is_not_chosen() -> None:
     assert best_config(Trial(GEGLU, "512", run), time_ms) == GEGLU.candidates[2]
 
 
-def test_products_with_stored_weights_are_measured_once_after_a_call_has_used_them() -> None:
-    """A call records the shape, (rows, out, width, dtype), for weights that the host's file has in int8; not for those
-    that we have quantized."""
+def test_int8_products_of_stored_weights_are_measured_once_after_a_call_has_used_them() -> None:
+    """Stored weights are those that the model's file has in int8. A call records their product's shape, (rows, out,
+    width, dtype), but not that of weights which OneDiff has quantized."""
     launches = Launches(TuningCache())
     weight = QuantizedWeight(torch.zeros(48, 32, dtype=torch.int8), torch.ones(1, 1))
     layer = LayerWeights(torch.empty(48, 32, dtype=torch.float16, device="meta"), None, (weight,))
@@ -103,8 +103,8 @@ def test_products_with_stored_weights_are_measured_once_after_a_call_has_used_th
     assert not tune_stored(launches, product, CPU, clock)
 
 
-def test_products_with_down_matrices_are_measured_once_after_a_call_has_used_them() -> None:
-    """Down matrices of LoRAs. A call records the shape, (rows, rank, width, dtype)."""
+def test_products_with_down_matrices_of_loras_are_measured_once_after_a_call_has_used_them() -> None:
+    """A call records the product's shape, (rows, rank, width, dtype)."""
     launches = Launches(TuningCache())
     weight = QuantizedWeight(torch.zeros(48, 32, dtype=torch.int8), torch.ones(1, 1))
     down, up = torch.zeros(16, 32, dtype=torch.float16), torch.zeros(48, 16, dtype=torch.float16)
@@ -120,7 +120,7 @@ def test_products_with_down_matrices_are_measured_once_after_a_call_has_used_the
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="interpreted, it takes minutes")
-def test_every_trial_runs_on_this_gpu() -> None:
+def test_every_launch_config_runs_on_this_gpu() -> None:
     """tune_kernels skips launch configs that raise, so that a broken one would not show."""
     for trial in trials(LAYERS, random_on(torch.device("cuda"), torch.float16)):
         for config in trial.kernel.candidates:

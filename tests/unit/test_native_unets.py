@@ -1,4 +1,5 @@
-"""Whole UNets by NativeOperators against the hosts' own forwards, in float32; interpreted without a GPU."""
+"""Whole UNets, computed in float32 by NativeOperators (Triton kernels, interpreted if there is no GPU), against the
+hosts' own forwards."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -67,11 +68,12 @@ def error(unet: nn.Module, call: UNetCall) -> float:
 
 @pytest.mark.parametrize("name", UNETS)
 def test_a_unet_by_native_operators_is_close_to_the_host_at_an_odd_size(name: str) -> None:
+    """The latent has 3x5 pixels. name: a key of UNETS."""
     assert error(shared(name), call_of(shared(name), 3, 5, 1)) < CLOSE
 
 
-def test_a_unet_and_latent_in_channels_last_give_close_outputs() -> None:
-    """With two images of even sides."""
+def test_a_unet_and_latent_in_channels_last_are_close_to_the_host() -> None:
+    """The reference is the host's output in the default memory format."""
     unet = UNETS["SDXL"]().to(DEVICE)
     call = call_of(unet, 4, 2, 2)
     expected = host_output(unet, call)
@@ -81,7 +83,7 @@ def test_a_unet_and_latent_in_channels_last_give_close_outputs() -> None:
 
 
 def test_a_unet_with_circular_padding_is_close_to_the_host() -> None:
-    """Tiling: its padding wraps around the edges, which must change the host's output at all."""
+    """WebUIs set circular padding for tileable images. It must also change the host's output, or nothing was tested."""
     unet = UNETS["SD1"]().to(DEVICE)
     call = call_of(unet, 4, 3, 1)
     flat = host_output(unet, call)

@@ -1,4 +1,5 @@
-"""LoRAs that diffusers loads with peft, merged or not, are computed by our forward."""
+"""Our forward computes LoRAs that diffusers loads with peft, merged or not, or leaves them to diffusers with a
+reason."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -55,7 +56,7 @@ def disabled(unet: Any) -> None:
 
 
 def files(unet: Any, seed: int, rank: int) -> dict[str, Tensor]:
-    """The tensors of a LoRA's file."""
+    """Random tensors as in a LoRA's file."""
     generator = torch.Generator().manual_seed(seed)
     state = {}
     for path, module in unet.named_modules():
@@ -140,8 +141,8 @@ def addresses(unet: Any) -> dict[str, int]:
 
 
 def checked_output(unet: Any, seed: int = 0, call: UNetCall | None = None, **others: Any) -> Tensor:
-    """The output of a call, after a check that OneDiff served it and that it is close to diffusers' own. call: one of
-    the same sampling; None: a call of a new sampling."""
+    """The output of a call. Asserts that OneDiff computed it and that it is close to diffusers' own. call: one of the
+    same sampling; None: a call of a new sampling."""
     call = call or a_call(unet, seed=seed)
     output = served(unet, call, **others)
     assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
@@ -150,7 +151,7 @@ def checked_output(unet: Any, seed: int = 0, call: UNetCall | None = None, **oth
 
 
 def assert_left_to_the_host(unet: Any, reason: str, **others: Any) -> None:
-    """Assert that the host serves a call, for this reason."""
+    """Assert that a call's output is diffusers' own, to the bit, for this reason."""
     call = a_call(unet)
     output = served(unet, call, **others)
     assert lib_onediff.status()["route"] == "host" and reason in lib_onediff.status()["reason"], lib_onediff.status()
@@ -158,11 +159,11 @@ def assert_left_to_the_host(unet: Any, reason: str, **others: Any) -> None:
 
 
 @pytest.mark.parametrize("change", CASES.values(), ids=CASES)
-def test_every_state_of_loras_is_served_and_moves_no_weights(
+def test_our_forward_computes_loras_in_every_state_without_moving_weights(
     change: Callable[[Any], object], request: pytest.FixtureRequest
 ) -> None:
-    """Each output is compared with diffusers' own, and with that of a UNet without LoRAs. The weights' addresses
-    stay."""
+    """The output is close to diffusers' own, and differs from that of a UNet without LoRAs. The addresses of the UNet's
+    weights stay. After the LoRAs are unloaded, the output is that of before. change: one of CASES."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
     plain = checked_output(unet)
     lay = addresses(unet)
@@ -183,8 +184,8 @@ def output_without_loras(unet: Any, seed: int) -> Tensor:
 
 
 def test_changes_of_loras_between_calls_take_effect_at_the_next_call() -> None:
-    """Each output is compared with diffusers' own. After the first LoRA, no change moves weights, so that graphs would
-    stay valid (epoch.addresses)."""
+    """Each output is close to diffusers' own, and differs from all others. After the first LoRA is loaded, edits of its
+    strength or values move no weights (epoch.addresses), so that CUDA graphs stay valid."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
     checked_output(unet)
     generation = runtime.services.networks.get(unet).bound.epoch.addresses
@@ -254,10 +255,11 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("change", "reason"), REFUSED.values(), ids=REFUSED)
-def test_diffusers_serves_a_lora_that_our_forward_does_not_compute(
+def test_diffusers_computes_a_lora_that_our_forward_does_not_support(
     change: Callable[[Any], object], reason: str
 ) -> None:
-    """Also one with a hook or a replaced forward on its layers, and in training."""
+    """It is of another kind, has a hook or a replaced forward on its layers, or is in training mode. change: one of
+    REFUSED. reason: a part of the reason in the status."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
     change(unet)
     assert_left_to_the_host(unet, reason)
@@ -266,8 +268,8 @@ def test_diffusers_serves_a_lora_that_our_forward_does_not_compute(
 
 @pytest.mark.parametrize("scale", [0.5, 1.0])
 def test_a_calls_lora_scale_applies_to_that_call_only(scale: float) -> None:
-    """cross_attention_kwargs' scale, which diffusers sets on all layers during the call. Calls with and without it
-    alternate."""
+    """The scale is an item of cross_attention_kwargs; diffusers sets it on all layers during the call. Calls with and
+    without it alternate, and each output is close to diffusers'."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
     other = diffusers_unet(**SMALL_XL)
     given = {"cross_attention_kwargs": {"scale": scale}}
@@ -282,8 +284,9 @@ def test_a_calls_lora_scale_applies_to_that_call_only(scale: float) -> None:
     assert unet.get_submodule(TO_QUERY).scaling == other.get_submodule(TO_QUERY).scaling
 
 
-def test_diffusers_serves_a_lora_scale_that_our_forward_cannot_apply() -> None:
-    """For layers that diffusers does not scale, and for attentions that its own modules compute."""
+def test_diffusers_computes_a_lora_scale_that_our_forward_cannot_apply() -> None:
+    """The scale is 0, or the LoRA is on a layer that diffusers does not scale, or diffusers' own modules compute the
+    attentions (SlicedAttnProcessor)."""
     given = {"cross_attention_kwargs": {"scale": 0.5}}
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
     assert_left_to_the_host(unet, "the pipeline's LoRA scale is 0", cross_attention_kwargs={"scale": 0})
@@ -300,8 +303,8 @@ def test_diffusers_serves_a_lora_scale_that_our_forward_cannot_apply() -> None:
     checked_output(unet)
 
 
-def test_diffusers_serves_while_its_projections_are_fused() -> None:
-    """fuse_qkv_projections() joins the layers that our forward reads. The reason says how to undo it."""
+def test_diffusers_computes_while_its_projections_are_fused() -> None:
+    """fuse_qkv_projections() joins the layers that our forward reads. The reason names the function that undoes it."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
     unet.fuse_qkv_projections()
     assert_left_to_the_host(unet, "unfuse_qkv_projections()")
@@ -310,16 +313,18 @@ def test_diffusers_serves_while_its_projections_are_fused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_diffusers_serves_if_a_half_precision_lora_amplifies_rounding(dtype: torch.dtype) -> None:
-    """These LoRAs are ten times as strong as real ones: both forwards round differently, and the check finds the
-    difference."""
+def test_diffusers_computes_if_a_half_precision_lora_amplifies_rounding(dtype: torch.dtype) -> None:
+    """This LoRA is ten times as strong as real ones. It amplifies the different rounding of both forwards, and the
+    check of the first call finds that the outputs differ."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
     add(unet, EVERYTHING)
     in_type(unet, dtype)
     assert_left_to_the_host(unet, "differs from the model's own forward")
 
 
-def test_diffusers_serves_loras_of_several_dtypes_and_loras_whose_inputs_are_not_cast() -> None:
+def test_diffusers_computes_loras_of_several_dtypes_and_loras_whose_inputs_are_not_cast() -> None:
+    """One of two LoRAs is cast to float16, then both, which our forward computes. With peft's casting of inputs
+    switched off, the caller gets diffusers' own error about dtypes."""
     helpers = pytest.importorskip("peft.helpers")
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
     two(unet, [0.05, 0.03])
@@ -336,7 +341,7 @@ def test_diffusers_serves_loras_of_several_dtypes_and_loras_whose_inputs_are_not
 
 
 def test_diffusers_is_called_for_a_lora_on_the_meta_device() -> None:
-    """As while peft loads one: its weights have no values yet."""
+    """While peft loads a LoRA, its weights are on the meta device and have no values."""
     from peft import LoraConfig
 
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))

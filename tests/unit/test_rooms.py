@@ -1,4 +1,5 @@
-"""Imports run downwards: between the folders of lib_onediff in one order, and between its files without a circle."""
+"""Imports within lib_onediff: its folders import only folders before them in a fixed order, and no files import each
+other in a cycle."""
 from __future__ import annotations
 
 import ast
@@ -9,13 +10,15 @@ from pathlib import Path
 import pytest
 
 LIBRARY = Path(__file__).parents[2] / "lib_onediff"
-# A room is a folder of lib_onediff, or a file directly in it. Each may import those before it.
-ROOMS = (
+# The folders of lib_onediff, and the files directly in it. Each may import those before it.
+FOLDERS = (
     "core", "families", "weights", "devices", "store", "steps", "runtime", "hosts", "prewarm",
     "public", "api", "ui", "demo", "serving", "bench", "__init__",
 )
 
-def room_of(file: str) -> str:
+
+def folder_of(file: str) -> str:
+    """The folder directly in lib_onediff that has the file, or the file's own name."""
     return file.split("/")[0]
 
 
@@ -44,6 +47,7 @@ def imports_of(file: str, source: str, files: set[str]) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def imports() -> dict[str, set[str]]:
+    """The files that each file of lib_onediff imports."""
     sources = {
         path.relative_to(LIBRARY).with_suffix("").as_posix(): path.read_text(encoding="utf-8")
         for path in LIBRARY.rglob("*.py")
@@ -51,17 +55,17 @@ def imports() -> dict[str, set[str]]:
     return {file: set(imports_of(file, source, set(sources))) - {file} for file, source in sources.items()}
 
 
-def test_rooms_import_only_rooms_below_them(imports: dict[str, set[str]]) -> None:
-    assert {room_of(file) for file in imports} == set(ROOMS), "the list of rooms is not that of the folders"
+def test_folders_of_lib_onediff_import_only_folders_before_them(imports: dict[str, set[str]]) -> None:
+    assert {folder_of(file) for file in imports} == set(FOLDERS), "FOLDERS is not the list of the folders"
     upwards = [
         f"{file} imports {imported}" for file, targets in imports.items() for imported in targets
-        if ROOMS.index(room_of(imported)) > ROOMS.index(room_of(file))
+        if FOLDERS.index(folder_of(imported)) > FOLDERS.index(folder_of(file))
     ]
     assert not upwards
 
 
-def test_no_files_import_each_other_in_a_circle(imports: dict[str, set[str]]) -> None:
+def test_no_files_import_each_other_in_a_cycle(imports: dict[str, set[str]]) -> None:
     try:
         graphlib.TopologicalSorter(imports).prepare()
     except graphlib.CycleError as error:
-        pytest.fail(f"imported in a circle: {' <- '.join(error.args[1])}")
+        pytest.fail(f"imported in a cycle: {' <- '.join(error.args[1])}")

@@ -1,4 +1,4 @@
-"""Functions of other extensions between graphs are called in every call, with that call's tensors and options."""
+"""Functions of other extensions between CUDA graphs are called in every replay, with its tensors and options."""
 from __future__ import annotations
 
 import random
@@ -25,6 +25,7 @@ SEED = 7
 
 
 def recorded(unet: Any, call: UNetCall) -> tuple[GraphRunner, TapeRecording]:
+    """Our forward, recorded in graphs of a CPU's stand-in (see tape.py): what replays it, and the recording."""
     bound = BoundNetwork(unet, FAMILIES.read)
     bound.refresh(call)
     inputs = cloned_inputs(call)
@@ -36,8 +37,8 @@ def recorded(unet: Any, call: UNetCall) -> tuple[GraphRunner, TapeRecording]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_replay_between_functions_of_extensions_computes_the_new_call(case: str) -> None:
-    """CASES: functions of other extensions, which divide a forward into several graphs (recording.parts). The graphs of
-    one call compute another call, and then the first one again."""
+    """The graphs of one call replay another call, and then the first again. Each output is close to that of our forward
+    without graphs. case: which functions of extensions divide the forward into several graphs."""
     unet = shared_ldm_unet()
     with torch.no_grad():
         first, second = (ours(unet, a_call(unet, seed=seed), copied(CASES[case])) for seed in (0, 1))
@@ -48,8 +49,8 @@ def test_a_replay_between_functions_of_extensions_computes_the_new_call(case: st
 
 
 def test_a_view_of_a_recording_does_not_keep_its_tensor_alive() -> None:
-    """Functions between graphs get views of a graph's memory: such a view has the tensor's values and strides, but only
-    its address, so that the memory can be reused."""
+    """Functions between graphs get views of a graph's memory. Such a view has the tensor's values and strides, but does
+    not own the memory, so that later graphs can reuse it."""
     given = torch.arange(24.0).view(4, 6)[:, 1:4].t()
     memory = StorageWeakRef(given.untyped_storage())
     view = GraphRecording.view(None, given)  # type: ignore[arg-type]
@@ -61,7 +62,7 @@ def test_a_view_of_a_recording_does_not_keep_its_tensor_alive() -> None:
 
 
 def test_functions_between_graphs_get_the_options_of_the_replayed_call() -> None:
-    """And they are called at the same places, as often as in the recorded forward (received)."""
+    """The functions are called at the same places, and as often, as in the recorded forward."""
     unet = shared_ldm_unet()
     received = []
 
@@ -84,7 +85,7 @@ def test_functions_between_graphs_get_the_options_of_the_replayed_call() -> None
 
 
 class Louder:
-    """An extension's processor. factor: multiplies its output. It counts its calls."""
+    """An extension's attention processor, which counts its calls. factor: multiplies its output."""
 
     def __init__(self, factor: float = 2.0) -> None:
         self.factor = factor
@@ -123,8 +124,8 @@ def error(unet: nn.Module, seed: int) -> float:
 
 
 def test_an_extensions_processor_is_called_once_in_each_replay(unet: nn.Module) -> None:
-    """From the third call on, graphs are replayed around it. Edits of the processor, another one in its place, and the
-    plain one in turn with it take effect at once."""
+    """From the third call on, graphs are replayed around the processor. An edited processor, another one in its place,
+    and diffusers' own in turn with it take effect in the next call. Outputs are close to those of diffusers."""
     processor = put(unet, Louder())
     for seed, route in enumerate(("plain", "plain", "graph", "graph")):
         assert error(unet, seed) < CLOSE and served_by() == ("native", route), reason()
@@ -144,7 +145,7 @@ def test_an_extensions_processor_is_called_once_in_each_replay(unet: nn.Module) 
 
 
 class Drawing(Louder):
-    """Draws random numbers from torch and from Python."""
+    """A processor that draws random numbers from torch and from Python."""
 
     def __call__(self, attn: Any, hidden_states: Tensor, *others: Any, **more: Any) -> Tensor:
         mask = torch.rand(1, hidden_states.shape[1], 1) > 0.3 * random.random()
@@ -152,14 +153,15 @@ class Drawing(Louder):
 
 
 def test_a_processor_between_graphs_draws_the_random_numbers_of_the_hosts_forward(unet: nn.Module) -> None:
-    """See error(): also in the check of a first use, which computes the forward more than once."""
+    """This also holds for the check at the first use, which computes the forward more than once. error() compares both
+    random generators afterwards."""
     put(unet, Drawing())
     for seed, route in enumerate(("plain", "plain", "graph", "graph")):
         assert error(unet, seed) < CLOSE and served_by() == ("native", route), reason()
 
 
 class Counting(Louder):
-    """Computes something else at every call from the third on. Its list of calls cannot be restored."""
+    """A processor with another factor at each call from the fifth on. Its list of calls cannot be restored."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,8 +173,9 @@ class Counting(Louder):
         return super().__call__(attn, hidden_states)
 
 
-def test_a_function_that_changes_with_every_call_gets_no_graphs(unet: nn.Module) -> None:
-    """A capture calls it more often than the host does. Once the results differ, the WebUI computes the calls."""
+def test_a_function_whose_result_changes_with_every_call_gets_no_graphs(unet: nn.Module) -> None:
+    """A capture calls the function more often than the host does. Once its results differ, the host computes the calls,
+    with this reason."""
     put(unet, Counting())
     for seed in range(2):
         error(unet, seed)
@@ -183,7 +186,7 @@ def test_a_function_that_changes_with_every_call_gets_no_graphs(unet: nn.Module)
 
 
 class Alike(Louder):
-    """As Louder; while is_alike, its result has one row for the whole batch."""
+    """A processor as Louder. While is_alike is set, its result has one row for the whole batch."""
 
     is_alike = False
 
@@ -192,11 +195,11 @@ class Alike(Louder):
         return added.mean(0, keepdim=True) if self.is_alike else added
 
 
-def test_a_function_whose_results_change_shape_is_captured_anew_and_in_the_end_gets_no_native_graphs(
+def test_after_repeated_changes_of_a_functions_output_shape_cudagraph_replaces_native(
     unet: nn.Module
 ) -> None:
-    """The results have one row, then one for each row of the batch, in turn every two calls. At last the backend
-    cudagraph serves."""
+    """Every two calls, the result changes between one row and one for each row of the batch. Native captures anew at
+    first; finally the backend cudagraph computes the calls. All outputs are close to those of diffusers."""
     processor = put(unet, Alike())
     routes = []
     for seed in range(16):

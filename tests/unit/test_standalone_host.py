@@ -1,4 +1,4 @@
-"""The demo's parts, in this process."""
+"""The demo's modules, called within this process: images, infotext, options and the command line."""
 from __future__ import annotations
 
 import os
@@ -51,8 +51,8 @@ def generate(model: LoadedModel, **changes: Any) -> Any:
 
 @pytest.mark.parametrize("build", [tiny_sd15_pipeline, tiny_sdxl_pipeline])
 @pytest.mark.parametrize("sampler", ["Euler a", "DDIM"])
-def test_the_demos_image_is_the_one_of_diffusers_pipeline(build: Any, sampler: str) -> None:
-    """With the same prompt, seed and scheduler; a channel may differ by one level of 256."""
+def test_the_image_of_the_demo_equals_that_of_diffusers_pipeline(build: Any, sampler: str) -> None:
+    """Both have the same prompt, seed and scheduler. A colour value may differ by one level of 256."""
     pipeline = build()
     made = generate(LoadedModel(pipeline, "small"), negative_prompt="rain", sampler_name=sampler).images[0]
     pipeline.scheduler = processing.make_scheduler(sampler, build().scheduler, [3])
@@ -66,14 +66,14 @@ def test_the_demos_image_is_the_one_of_diffusers_pipeline(build: Any, sampler: s
 
 @pytest.mark.parametrize("name", processing.SAMPLERS)
 def test_every_sampler_makes_the_same_image_from_the_same_seed(model: LoadedModel, name: str) -> None:
-    """Equal to the bit. The two images of a batch differ, and neither is of one colour."""
+    """Both runs are equal to the bit. The two images of a batch differ from each other, and are not of one colour."""
     first, again = (generate(model, sampler_name=name, batch_size=2).images for _ in range(2))
     assert [image.tobytes() for image in first] == [image.tobytes() for image in again]
     assert first[0].tobytes() != first[1].tobytes()
     assert numpy.asarray(first[0]).std() > 10
 
 
-def test_a_truncated_prompt_gets_a_comment(model: LoadedModel) -> None:
+def test_the_result_of_a_truncated_prompt_has_a_comment_about_it(model: LoadedModel) -> None:
     assert generate(model, prompt="a" * 75).comments == ""
     assert "longer than 75 tokens" in generate(model, prompt="a" * 76).comments
 
@@ -81,7 +81,9 @@ def test_a_truncated_prompt_gets_a_comment(model: LoadedModel) -> None:
 @pytest.mark.parametrize("changes, said", [
     ({"width": 65}, "width is 65; it must be a multiple of 8."), ({"negative_prompt": "a" * 2001}, "2000 characters"),
 ])
-def test_a_wrong_parameter_is_refused_with_a_sentence(model: LoadedModel, changes: dict[str, Any], said: str) -> None:
+def test_an_invalid_parameter_is_refused_with_a_sentence(
+    model: LoadedModel, changes: dict[str, Any], said: str
+) -> None:
     with pytest.raises(Refusal, match=said):
         generate(model, **changes)
 
@@ -89,6 +91,7 @@ def test_a_wrong_parameter_is_refused_with_a_sentence(model: LoadedModel, change
 def test_an_error_while_an_image_is_made_becomes_a_sentence_and_leaves_nothing_locked(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The sentence is that of the Refusal. Afterwards no job runs, and the queue's lock is free."""
     monkeypatch.setattr(shared, "sd_model", model)
     for error, said in ((torch.cuda.OutOfMemoryError(), "not enough memory"), (KeyError("x"), "KeyError: 'x'")):
         p = processing.StableDiffusionProcessingTxt2Img(width=64, height=64)
@@ -113,7 +116,7 @@ INFOTEXT = (
 
 
 def test_an_infotext_is_read_into_its_fields() -> None:
-    """With quotes, commas, line breaks and colons within the values; a text without parameters is a prompt."""
+    """The values contain quotes, commas, line breaks and colons. A text without parameters is read as a prompt."""
     found = processing.parse_generation_parameters(INFOTEXT)
     assert found == {
         "Prompt": "an owl, <lora:x:1>\nsecond line", "Negative prompt": 'rain, "fog"', "Steps": "20",
@@ -126,7 +129,8 @@ def test_an_infotext_is_read_into_its_fields() -> None:
 
 @pytest.mark.parametrize("piece", ["a", "a ", '"', '\\"', '"\\', ",", "a:", "a: ", '"a', "a-/ ", ":", "é ", "[", "a,a"])
 def test_reading_the_longest_infotext_is_fast(piece: str) -> None:
-    """Texts of the largest accepted length, for which a regular expression may take quadratic time."""
+    """Regular expressions may take quadratic time for such texts. piece: is repeated up to the largest accepted
+    length."""
     text = (piece * processing.LONGEST_INFOTEXT)[: processing.LONGEST_INFOTEXT]
     for given in (text, f'Steps: 1, a: 2, b: 3, c: "{text[:-40]}'):
         began = time.process_time()
@@ -143,7 +147,7 @@ def test_a_text_that_is_too_long_for_infotext_is_refused() -> None:
 
 
 def make_options(file: Path) -> shared.Options:
-    """Options with the values of a file, if it exists. The onchange of `kind` sets unknown values back."""
+    """Options with the values of a file, if it exists. The onchange function of `kind` resets the invalid value z."""
     opts = shared.Options()
     opts.load(str(file))
 
@@ -156,7 +160,7 @@ def make_options(file: Path) -> shared.Options:
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "\xff\xfe"])
-def test_a_damaged_settings_file_is_renamed_and_the_defaults_hold(tmp_path: Path, content: str) -> None:
+def test_a_damaged_settings_file_is_renamed_and_the_options_have_their_defaults(tmp_path: Path, content: str) -> None:
     file = tmp_path / "config.json"
     file.write_bytes(content.encode("latin-1"))
     opts = make_options(file)
@@ -165,8 +169,8 @@ def test_a_damaged_settings_file_is_renamed_and_the_defaults_hold(tmp_path: Path
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no such files")
-def test_a_pipe_in_place_of_the_settings_file_is_not_read(tmp_path: Path) -> None:
-    """Opening a pipe would wait for ever for somebody to write into it."""
+def test_a_named_pipe_in_place_of_the_settings_file_is_not_opened(tmp_path: Path) -> None:
+    """Opening it would wait forever for a program that writes into it."""
     os.mkfifo(tmp_path / "config.json")
     assert make_options(tmp_path / "config.json").kind == "a"
 
@@ -211,8 +215,8 @@ def test_gradios_temporary_folder_is_private_to_this_user_and_deleted_at_the_end
 
 
 def test_the_command_line_is_read_before_torch_is_imported() -> None:
-    """torch takes seconds to import: a wrong argument is refused at once, and Ctrl-C finds its handler. lib_onediff's
-    names are there without its import too."""
+    """torch takes seconds to import. Before that, invalid arguments are refused, and Ctrl-C has its handler. dir()
+    lists lib_onediff's public names, although they are imported on first use."""
     code = (
         "import sys, lib_onediff.demo.__main__; assert 'torch' not in sys.modules;"
         "import lib_onediff; assert not set(lib_onediff.__all__) - set(dir(lib_onediff))"

@@ -1,4 +1,5 @@
-"""The demo loads single checkpoint files in the original layout, which are written here from the real ldm networks."""
+"""The demo loads single checkpoint files in the original layout. The tests write them from small networks of the real
+ldm package."""
 from __future__ import annotations
 
 import json
@@ -23,7 +24,7 @@ from lib_onediff.demo import models
 from lib_onediff.demo.models import load_model
 
 TEXT_WIDTH = 64
-# The widths of the small networks in these tests, by those of the real ones.
+# Changes of the shipped configurations that make the networks of these tests small.
 NARROW_TEXT = {
     "hidden_size": TEXT_WIDTH, "intermediate_size": 4 * TEXT_WIDTH, "vocab_size": BYTE_TOKENS, "num_hidden_layers": 2,
     "num_attention_heads": 1, "bos_token_id": BYTE_TOKENS - 2, "eos_token_id": BYTE_TOKENS - 1,
@@ -37,7 +38,7 @@ NARROW: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def narrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces the configurations by those of the small networks."""
+    """Replace the configurations by those of the small networks."""
     configs = json.loads(models.CONFIGS.read_text(encoding="utf-8"))
     for part, changes in NARROW.items():
         configs["sd1"][f"{part}/config.json"].update(changes)
@@ -106,8 +107,9 @@ def assert_same_unet(loaded: Any, original: nn.Module) -> None:
     assert torch.linalg.norm(given - expected) / torch.linalg.norm(expected) < 1e-5
 
 
-def test_an_sd1_checkpoints_parts_compute_what_the_original_networks_do(tmp_path: Path) -> None:
-    """UNet, VAE and text encoder, against ldm's and transformers' networks with the same weights."""
+def test_the_networks_of_an_sd1_checkpoint_are_close_to_the_original_networks(tmp_path: Path) -> None:
+    """The outputs of UNet, VAE and text encoder are compared with those of ldm's and transformers' networks with the
+    same weights."""
     unet = ldm_unet()
     model = load_model(str(write(tmp_path, sd1_weights(unet))))
     assert model.name == "model"
@@ -135,8 +137,9 @@ def test_an_sd1_checkpoints_parts_compute_what_the_original_networks_do(tmp_path
 def test_a_checkpoints_family_and_prediction_type_are_found(
     family: str, marks: list[str], yaml: str, predicts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By its weights' names: those of the text encoder, and a key "v_pred". A .yaml beside it overrides the prediction
-    type. diffusers' loader is replaced by one that notes which class and scheduler it was given."""
+    """The names of the text encoder's weights tell the family, and a weight named "v_pred" the prediction type, which a
+    .yaml file beside the checkpoint overrides. marks: more names of weights. yaml: the text of that file; "": there is
+    none. predicts: the prediction type that diffusers' loader, replaced by the test, is given."""
     import diffusers
 
     found: list[Any] = []
@@ -161,8 +164,8 @@ def test_a_checkpoints_family_and_prediction_type_are_found(
     "\n" * 60_000, " " * 60_000, "parameterization: " * 10_000, " \n" * 60_000 + "parameterization: v",
     "parameterization:" + " " * 60_000, 'parameterization: "v" #' + "#" * 60_000,
 ])
-def test_reading_a_large_yaml_is_fast(tmp_path: Path, text: str) -> None:
-    """The largest text that is read. A regular expression in which blanks match line breaks takes minutes for it."""
+def test_reading_the_largest_yaml_file_is_fast(tmp_path: Path, text: str) -> None:
+    """A regular expression in which blanks match line breaks takes minutes for such texts."""
     (tmp_path / "a.yaml").write_text(text)
     began = time.process_time()
     found = models.V_IN_YAML.search(models.read_text(tmp_path / "a.yaml", models.LARGEST_YAML)) is not None
@@ -170,10 +173,10 @@ def test_reading_a_large_yaml_is_fast(tmp_path: Path, text: str) -> None:
     assert found == (text.startswith('parameterization: "v"') or text.endswith("parameterization: v"))
 
 
-@pytest.mark.parametrize("damage", ["larger", "a pipe", "a folder"])
-def test_a_yaml_that_is_too_large_or_no_file_is_refused(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["too large", "a named pipe", "a folder"])
+def test_a_yaml_that_is_too_large_or_not_a_regular_file_is_refused(tmp_path: Path, damage: str) -> None:
     yaml = write(tmp_path, sd1_weights()).with_suffix(".yaml")
-    if damage == "a pipe":
+    if damage == "a named pipe":
         pytest.importorskip("fcntl", reason="Windows has no such files")
         os.mkfifo(yaml)
     elif damage == "a folder":
@@ -184,7 +187,7 @@ def test_a_yaml_that_is_too_large_or_no_file_is_refused(tmp_path: Path, damage: 
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no such files")
-def test_a_pipe_in_place_of_a_vocabulary_is_not_read(tmp_path: Path) -> None:
+def test_a_named_pipe_in_place_of_a_vocabulary_file_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path, sd1_weights())
     (tmp_path / "tokenizer" / "vocab.json").unlink()
     os.mkfifo(tmp_path / "tokenizer" / "vocab.json")
@@ -192,6 +195,7 @@ def test_a_pipe_in_place_of_a_vocabulary_is_not_read(tmp_path: Path) -> None:
 
 
 def assert_refused(file: Path, *parts: str) -> None:
+    """Assert that loading a file raises Refusal with these parts of its sentence."""
     with pytest.raises(Refusal) as caught:
         load_model(str(file))
     for part in parts:
@@ -209,6 +213,7 @@ def test_a_checkpoint_without_one_of_its_parts_is_refused_with_that_parts_name(
 
 
 def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """merges.txt is missing beside the checkpoint, and the test leaves no tokenizer in Hugging Face's cache."""
     monkeypatch.setattr(models, "CACHED", ())
     file = write(tmp_path, sd1_weights())
     (tmp_path / "tokenizer" / "merges.txt").unlink()
@@ -216,8 +221,10 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("family, parameters", [("sd1", 859_520_964), ("sd2", 865_910_724), ("sdxl", 2_567_463_684)])
-def test_the_shipped_configurations_make_networks_of_the_real_models_sizes(family: str, parameters: int) -> None:
-    """Checked by the published numbers of parameters."""
+def test_networks_of_the_shipped_configurations_have_the_published_numbers_of_parameters(
+    family: str, parameters: int
+) -> None:
+    """The numbers of the UNet differ by family; the VAE is the same for all. parameters: of the UNet."""
     from diffusers import AutoencoderKL, UNet2DConditionModel
 
     configs = json.loads(Path(models.__file__).with_name("checkpoint_configs.json").read_text(encoding="utf-8"))

@@ -20,7 +20,7 @@ FAMILY = ToyTransformers()
 
 
 class Served:
-    """A toy transformer, and a runtime whose only family it is."""
+    """A toy transformer, and a runtime with no other family."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -51,8 +51,8 @@ def some_of(mask: Any) -> torch.Tensor:
     return mask
 
 
-def test_a_toy_transformer_is_computed_by_us_and_an_edit_takes_effect_at_the_next_call() -> None:
-    """At two sizes, without a mask and with masks; each output is close to the network's own."""
+def test_onediff_computes_a_toy_transformer_and_an_edit_takes_effect_at_the_next_call() -> None:
+    """The outputs at two sizes, without a mask and with masks, are close to those of the network's own forward."""
     served = Served()
     for size in ((8, 8), (4, 12)):
         call = served.call(*size)
@@ -63,8 +63,9 @@ def test_a_toy_transformer_is_computed_by_us_and_an_edit_takes_effect_at_the_nex
     served.check(served.call())
 
 
-def test_a_familys_own_field_of_a_call_is_split_by_rows_and_is_part_of_the_key() -> None:
-    """The mask: its presence makes another shape (key), its values do not."""
+def test_a_field_that_a_family_adds_to_its_calls_is_split_by_rows_and_is_part_of_the_key() -> None:
+    """The field is the mask. Calls with and without a mask have different keys (ShapeKey); the values of the mask make
+    no difference."""
     served = Served()
     call = served.call()
     masked = replace(call, mask=some_of(call.mask))
@@ -77,7 +78,7 @@ def test_a_familys_own_field_of_a_call_is_split_by_rows_and_is_part_of_the_key()
 
 
 def test_units_name_every_layer_of_the_layout_once() -> None:
-    """Fused layers by the name of their fusion."""
+    """Units are the groups of layers that are streamed together. A fused layer is named in place of its members."""
     served = Served()
     layout = served.layout
     named = [name for unit in FAMILY.units(layout, served.call()) for name in unit]
@@ -90,7 +91,7 @@ def test_units_name_every_layer_of_the_layout_once() -> None:
     {"latent": torch.ones(2, 3, 8, 8)}, {"latent": torch.ones(2, 4, 8, 7)}, {"context": torch.ones(2, 5, 8)},
     {"mask": torch.ones(2, 4, dtype=torch.bool)},
 ], ids=["channels", "size", "prompt", "mask"])
-def test_inputs_that_do_not_fit_are_refused(changes: dict[str, torch.Tensor]) -> None:
+def test_a_call_whose_inputs_do_not_fit_the_network_is_refused(changes: dict[str, torch.Tensor]) -> None:
     served = Served()
     with pytest.raises(Refusal):
         FAMILY.refuse_call(served.layout, replace(served.call(), **changes))

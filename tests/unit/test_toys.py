@@ -1,4 +1,4 @@
-"""A family, a device and a step policy that lib_onediff does not contain: each needs only a line in a registry."""
+"""A family, a device and a step policy that lib_onediff does not contain: each only needs to be registered."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ TIMES = [float(time) for time in range(981, 0, -49)]
 
 
 class Toy(nn.Module):
-    """A network: a convolution, plus a linear layer of the prompt's mean."""
+    """A network: a convolution of the latent, plus a linear layer of the prompt's mean over tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Toys:
 
 
 class ToyDevice(Eager):
-    """A device with PyTorch's operators, where a real one has its own. calls: how often it was used."""
+    """A device that computes with PyTorch's operators; a real one has its own. calls: how often they were requested."""
 
     name = "toy"
 
@@ -105,7 +105,7 @@ class ToyDevice(Eager):
 
 
 class EveryOther:
-    """Answers every second step with the last output, and refuses the fifth."""
+    """A policy that answers every second step with the last computed output, and refuses the fifth step."""
 
     name = "every_other"
     title = "Every other step"
@@ -154,9 +154,9 @@ def run(runtime: Runtime, toy: Toy, call: ToyCall) -> Tensor:
 
 
 @pytest.mark.parametrize("width", [8, 24])
-def test_a_new_family_is_computed_by_a_new_device_and_by_torchs_where_that_refuses(width: int) -> None:
-    """The toy device refuses images wider than 16 latent pixels, which "eager" then computes. An edit takes effect at
-    once."""
+def test_a_new_family_is_computed_by_a_new_device_or_by_eager_where_that_device_refuses(width: int) -> None:
+    """The toy device refuses latents wider than 16 pixels, which PyTorch's device, eager, then computes. Outputs are
+    close to the network's own; an edited weight takes effect in the next call."""
     toy = Toy()
     device = ToyDevice()
     runtime = Runtime(policies=(), devices=(device, Eager()), families=(Toys(),))
@@ -175,6 +175,7 @@ def test_a_new_family_is_computed_by_a_new_device_and_by_torchs_where_that_refus
 
 
 def test_a_network_of_no_registered_family_is_computed_by_the_host() -> None:
+    """The output is the host's, to the bit, and the status gives the reason."""
     toy = Toy()
     call = a_call()
     runtime = Runtime()
@@ -185,8 +186,8 @@ def test_a_network_of_no_registered_family_is_computed_by_the_host() -> None:
 
 @pytest.mark.parametrize("whole_batch", [True, False])
 def test_a_new_step_policy_repeats_the_output_of_every_other_step(whole_batch: bool) -> None:
-    """whole_batch: whether it answers for prompt and negative prompt together. Its memory lasts for one sampling; a
-    call outside of samplings is computed whole."""
+    """The policy refuses the fifth step, which is computed. Its memory lasts for one sampling, and it is inactive
+    outside of samplings. whole_batch: whether it answers for prompt and negative prompt together."""
     toy = Toy()
     policy = EveryOther(whole_batch)
     runtime = Runtime(policies=(policy,), devices=(Eager(),), families=(Toys(),))
@@ -209,7 +210,8 @@ def test_a_new_step_policy_repeats_the_output_of_every_other_step(whole_batch: b
 
 
 def test_deepcache_is_inactive_for_a_family_without_a_cut() -> None:
-    """The toy family has no depth at which a cached pass could stop (deepest is 0): every step is computed whole."""
+    """The toy network cannot be cut into shallow and deep layers (deepest() is 0), so that every step is computed. The
+    status gives the reason."""
     toy = Toy()
     runtime = Runtime(devices=(Eager(),), families=(Toys(),))
     runtime.configure(Settings(deepcache_interval=3))

@@ -1,4 +1,5 @@
-"""Decodes that our forward does not compute are refused with one line, and the image is the host's own, bit for bit."""
+"""Decodes that our forward does not support: the status gives the reason in one line, and the image is that of the
+host's own forward, bit for bit."""
 from __future__ import annotations
 
 import re
@@ -39,6 +40,7 @@ def dropout_at_work(decoder: Any) -> None:
 
 
 def assert_left_to_the_host(decoder: Any, reason: str) -> None:
+    """Assert that a decode is the host's, to the bit, for a reason of one line that matches this pattern."""
     latent = a_latent(decoder)
     torch.manual_seed(1)
     with torch.no_grad():
@@ -89,9 +91,11 @@ PARAMETER = "it has unknown parameters .1., such as conv_out.adapter"
     (of_diffusers, mixed, "its weights are of mixed types: torch.bfloat16"),
     (of_diffusers, lambda decoder: decoder.double(), "float64"),
 ], ids=name_of)
-def test_a_decoder_that_an_extension_has_changed_is_run_by_the_host(
+def test_a_decoder_that_is_changed_or_has_unsupported_options_is_run_by_the_host(
     make: Callable[[], Any], change: Callable[[Any], Any], reason: str
 ) -> None:
+    """make: the decoder, of ldm or diffusers. change: of this decoder. reason: a pattern of the reason in the
+    status."""
     decoder = make()
     change(decoder)
     assert_left_to_the_host(decoder, reason)
@@ -100,7 +104,8 @@ def test_a_decoder_that_an_extension_has_changed_is_run_by_the_host(
 def test_a_decoder_of_a_patched_class_is_run_by_the_host_unless_the_host_trusts_the_patch(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """trusted: modules whose patches the host's adapter knows, and takes into account itself."""
+    """The patch replaces the attention's forward. HostTraits.trusted has the modules whose patches the host's adapter
+    takes into account itself; with this module among them, OneDiff computes the decode."""
     decoder = ldm_decoder()
     original = ldm_module().AttnBlock.forward
     monkeypatch.setattr(ldm_module().AttnBlock, "forward", lambda self, x: 1 * original(self, x))
@@ -111,8 +116,10 @@ def test_a_decoder_of_a_patched_class_is_run_by_the_host_unless_the_host_trusts_
 
 
 @pytest.mark.parametrize(("switch", "reason"), [("tanh_out", "tanh"), ("give_pre_end", "give_pre_end")])
-def test_an_unsupported_option_of_ldms_decoder_is_noticed_at_the_next_decode(switch: str, reason: str) -> None:
-    """And so is its end."""
+def test_an_unsupported_option_that_is_set_on_ldms_decoder_leaves_the_next_decode_to_the_host(
+    switch: str, reason: str
+) -> None:
+    """After the option is reset, OneDiff computes the next decode. switch: the option. reason: a part of the reason."""
     decoder = ldm_decoder()
     latent = a_latent(decoder)
     routed_picture(decoder, latent)
@@ -163,7 +170,7 @@ def test_a_latent_of_another_dtype_or_shape_gets_the_hosts_exception_and_a_reaso
     assert last_decode()[1] == f"{CALLED}the latent (shape (1, 3, 6, 6)) does not fit this VAE, which takes 4 channels"
 
 
-def test_a_decode_under_autocast_to_another_dtype_is_the_hosts() -> None:
+def test_a_decode_under_autocast_to_another_dtype_is_run_by_the_host() -> None:
     decoder = diffusers_vae().decoder
     latent = a_latent(decoder)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():

@@ -1,5 +1,5 @@
-"""Two GPUs on a machine without GPUs: both are its CPU. The second one's tensors are marked, which is the only
-difference between the devices."""
+"""Stand-ins for two GPUs on a machine without GPUs: both are its CPU. The second has another device index, which is
+their only difference."""
 from __future__ import annotations
 
 import contextlib
@@ -21,14 +21,16 @@ from lib_onediff.runtime.runtime import Runtime
 
 FIRST = torch.device("cpu")
 SECOND = torch.device("cpu", 1)
+# Free bytes of a GPU without memory pressure.
 ROOMY = 2**40
+# The prompt and the negative prompt, one for each row of a call.
 NAMES = "cat", "ugly"
 
 
 @dataclass
 class TwoCpus(Card):
-    """The CPU as two GPUs. launched: the GPUs that computed something, in order. full: whether the second one runs out
-    of memory when it is used."""
+    """The CPU as two GPUs. free: the free bytes of each. full: whether the second one runs out of memory when it is
+    used. launched: the GPUs that computed something, in order."""
 
     cards: list[torch.device] = field(default_factory=lambda: [FIRST, SECOND])
     free: int = ROOMY
@@ -51,7 +53,8 @@ class TwoCpus(Card):
 
 @dataclass
 class OnTwoGpus:
-    """A UNet that a runtime serves on two GPUs: its samplings and calls. second: the status of the second GPU."""
+    """A UNet that a runtime computes on two GPUs. second: the status of the second GPU. copies: the UNet's copies on
+    it."""
 
     runtime: Runtime
     unet: Any
@@ -71,7 +74,7 @@ class OnTwoGpus:
         return cls(runtime, unet, cards)
 
     def begin(self) -> None:
-        """Begin a sampling, as a host does."""
+        """Begin a sampling over STEPS, as a host does."""
         self.runtime.begin_sampling(self.unet, Sampling(times=lambda: STEPS))
 
     def call(self, time: float = 501.0, names: Any = NAMES) -> UNetCall:

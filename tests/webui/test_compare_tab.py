@@ -29,10 +29,11 @@ def pixels(address: str) -> numpy.ndarray:
     return numpy.asarray(image.convert("RGB"), dtype=numpy.int16)
 
 
-def test_a_comparison_of_off_with_current_settings_shows_txt2imgs_images_and_their_numbers(
+def test_comparing_off_with_current_settings_shows_images_of_txt2img_and_their_differences(
     compare: Compare, webui: WebUI
 ) -> None:
-    """Each side takes its own route. The images are txt2img's, and the numbers are those of the images."""
+    """The WebUI computes the left image, OneDiff the right one. The left image is that of txt2img with the same fields;
+    the largest difference in the table is that of the two images."""
     before = webui.calls()
     numbers = compare.run_to_end(seed=77, prompt="an owl, \"quoted\" & <bold>")
     calls = webui.calls()
@@ -50,8 +51,8 @@ def test_a_comparison_of_off_with_current_settings_shows_txt2imgs_images_and_the
 
 
 def test_a_comparison_names_each_sides_changed_options_and_has_a_row_for_each_seed(compare: Compare) -> None:
-    """The seeds are 21 to 23, with a left, a right and a difference image each. The prompt is one that would end a
-    script element if it were not escaped."""
+    """The seeds are 21 to 23, and each has a left, a right and a difference image. If the prompt were not escaped, it
+    would end a script element of the page."""
     compare.choose("compare_left", "Exact")
     compare.choose("compare_right", "Fast")
     numbers = compare.run_to_end(
@@ -63,9 +64,9 @@ def test_a_comparison_names_each_sides_changed_options_and_has_a_row_for_each_se
     assert [row[0] for row in compare.rows()] == ["21", "22", "23"] and len(compare.images()) == 9
 
 
-def test_the_viewer_has_a_slider_a_flip_a_difference_and_a_strip_of_seeds(compare: Compare) -> None:
-    """The slider works by mouse and keyboard, the flip by its button and by a click in the picture, and the strip
-    chooses the seed. After a reload, the result is shown again."""
+def test_the_viewer_has_a_slider_a_flip_view_a_difference_view_and_a_strip_of_seeds(compare: Compare) -> None:
+    """Mouse and arrow keys move the slider. The flip view shows the other side after a click on its button or on the
+    image. The strip chooses the seed. After a reload of the page, the result is shown again."""
     page = compare.page
     compare.choose("compare_right", "Fast")
     compare.run_to_end(seed=31, images=2, steps=6, width=128, height=64)
@@ -100,8 +101,9 @@ def test_the_viewer_has_a_slider_a_flip_a_difference_and_a_strip_of_seeds(compar
     assert compare.view() == "slider" and pixels(compare.drawn("left")).shape == (64, 128, 3)
 
 
-def test_a_comparison_with_a_wrong_input_is_refused_with_a_sentence_beside_it(compare: Compare, webui: WebUI) -> None:
-    """Nothing is computed, the last images stay, and the sentence goes when another field changes."""
+def test_a_comparison_with_an_invalid_field_is_refused_with_a_sentence_below_it(compare: Compare, webui: WebUI) -> None:
+    """The fields are the width, the number of images and the right side's options. Nothing is computed, the images of
+    before stay, and the sentence disappears when another field changes."""
     compare.choose("compare_left", CURRENT)
     for wrong, place, part in (
         ({"width": 65}, "compare_told", "multiple of 8"),
@@ -114,12 +116,14 @@ def test_a_comparison_with_a_wrong_input_is_refused_with_a_sentence_beside_it(co
         compare.wait_for_message(part, place)
         assert webui.calls() == before and compare.images() == images
         compare.page.find("#onediff_compare_left_changes :is(textarea, input)").send_keys("!")
-        compare.page.wait(lambda at=place: not compare.text(at), "the end of what was said of other values", 10)
+        compare.page.wait(lambda at=place: not compare.text(at), "the sentence to disappear", 10)
 
 
-def test_a_second_comparison_waits_and_outlasts_a_cancel_and_a_reload(compare: Compare, webui: WebUI) -> None:
-    """A second click on the same comparison queues nothing, each Cancel button cancels its own job, and a page that is
-    reloaded shows the running comparison from its first image on."""
+def test_a_second_comparison_waits_and_survives_a_reload_and_the_first_ones_cancel(
+    compare: Compare, webui: WebUI
+) -> None:
+    """A second click on the same comparison queues nothing. Each Cancel button cancels its own job. A reloaded page
+    shows the running comparison as soon as it has an image."""
     page = compare.page
     compare.run_to_end(seed=5)
     compare.start(width=256, height=256, steps=120, seed=6)
@@ -136,7 +140,7 @@ def test_a_second_comparison_waits_and_outlasts_a_cancel_and_a_reload(compare: C
     assert len(compare.images()) in (1, 3)
     page.refresh()
     compare.show()
-    page.wait(lambda: "256x256, 120 steps" in compare.text("compare_numbers"), "it on another page", 20)
+    page.wait(lambda: "256x256, 120 steps" in compare.text("compare_numbers"), "it on the reloaded page", 20)
     compare.click_job("Compare Off and Current settings")
     page.wait(lambda: compare.comparisons("cancelled"), "the end of the first", 60)
     compare.wait_for_end()
@@ -154,8 +158,9 @@ def test_a_second_comparison_waits_and_outlasts_a_cancel_and_a_reload(compare: C
     assert webui.get("/onediff/v1/jobs") == {"jobs": []} and webui.calls() == calls and compare.rows()
 
 
-def test_current_settings_are_those_of_the_accordion_and_a_wrong_side_gets_a_message(compare: Compare) -> None:
-    """The two sides of a comparison. There is also a message, if both are made without OneDiff."""
+def test_current_settings_are_those_of_the_accordion_and_invalid_options_get_a_message(compare: Compare) -> None:
+    """Options of the left and the right side are invalid in turn. Current settings are options of txt2img's accordion,
+    then a preset, then off; with off, a message says that both sides are made without OneDiff."""
     page = compare.page
     compare.start(left_changes="low_bit fp8")
     compare.wait_for_message("Left: 'low_bit fp8' has no effect where OneDiff is off", "compare_left_told")
@@ -188,8 +193,8 @@ def test_current_settings_are_those_of_the_accordion_and_a_wrong_side_gets_a_mes
     reset_accordion(page, "txt2img")
 
 
-def test_a_pasted_consistency_report_is_compared_with_this_machines(compare: Compare) -> None:
-    """Its markup is shown as text."""
+def test_a_pasted_consistency_report_is_compared_with_that_of_this_machine(compare: Compare) -> None:
+    """HTML in the pasted report is shown as text."""
     # The page may still hold the report from before the last comparison.
     compare.page.refresh()
     report = compare.show_report()

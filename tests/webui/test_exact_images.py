@@ -1,5 +1,5 @@
-"""txt2img, hires fix, img2img and inpainting with the extension on and off: the images are equal, OneDiff computes
-every UNet call as a whole, and every decode."""
+"""txt2img, hires fix, img2img and inpainting with OneDiff on and off: the images match, which means that no pixel
+differs by more than one level of 255; OneDiff computes every UNet call as a whole, and every decode."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -72,8 +72,8 @@ CASES = [
 def assert_same_with_our_decodes(
     webui: WebUI, request: dict[str, Any], least_calls: int | None = None
 ) -> tuple[Run, int]:
-    """As assert_same_on_and_off; with the extension on, OneDiff makes the decodes, with it off, none. Returns the run
-    with OneDiff and the number of its decodes."""
+    """As assert_same_on_and_off. Asserts also that OneDiff makes all decodes while it is on, and none while it is off.
+    Returns the run with OneDiff and the number of its decodes."""
     before = webui.status()["vae"]["calls"]
     on, _ = assert_same_on_and_off(webui, request, least_calls)
     after = webui.status()["vae"]
@@ -83,7 +83,7 @@ def assert_same_with_our_decodes(
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_txt2img_images_are_the_webuis_and_onediff_computes_every_call_and_decode(
+def test_txt2img_images_match_those_of_the_webui_and_onediff_computes_every_call_and_decode(
     webui: WebUI, sd15: Models, case: Case
 ) -> None:
     need(webui, case.needs)
@@ -92,7 +92,7 @@ def test_txt2img_images_are_the_webuis_and_onediff_computes_every_call_and_decod
 
 @pytest.fixture(scope="module", params=["sdxl", "sd2", "inpaint"])
 def other_architecture(request: pytest.FixtureRequest, models: Models) -> Iterator[str]:
-    """Load another checkpoint, and SD 1.5 again afterwards."""
+    """Load a checkpoint of another architecture, and SD 1.5 again afterwards."""
     name = models.use(request.param)
     infotext = run_on(models.webui, {}).pictures.info["infotexts"][0]
     assert f"Model: {stem(name)}," in infotext, infotext
@@ -101,7 +101,9 @@ def other_architecture(request: pytest.FixtureRequest, models: Models) -> Iterat
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.elsewhere], ids=lambda case: case.name)
-def test_images_of_other_architectures_are_the_webuis(webui: WebUI, other_architecture: str, case: Case) -> None:
+def test_txt2img_images_of_other_architectures_match_those_of_the_webui(
+    webui: WebUI, other_architecture: str, case: Case
+) -> None:
     need(webui, case.needs)
     assert_same_with_our_decodes(webui, case.request, case.least_calls(webui))
     assert other_architecture != "inpaint" or "inpainting" in webui.status()["model"]
@@ -131,8 +133,11 @@ def hires(webui: WebUI, upscaler: str, **changes: Any) -> dict[str, Any]:
     {"hr_prompt": "a castle at night", "hr_negative_prompt": "fog"}, {"hr_sampler_name": "DPM++ 2M"},
 ], ids=lambda changes: ", ".join(changes) or "plain")
 @pytest.mark.parametrize("upscaler", ["Latent", "Lanczos"])
-def test_hires_fix_images_are_the_webuis(webui: WebUI, sd15: Models, upscaler: str, changes: dict[str, Any]) -> None:
-    """An upscaler of pixels needs the first pass decoded, within the sampling."""
+def test_hires_fix_images_match_those_of_the_webui(
+    webui: WebUI, sd15: Models, upscaler: str, changes: dict[str, Any]
+) -> None:
+    """Lanczos, an upscaler of pixels, needs a decode of the first pass, so that there are two decodes. changes: fields
+    of the request."""
     need(webui, "hires fix")
     on, decodes = assert_same_with_our_decodes(webui, hires(webui, upscaler, **changes), 6 * changes.get("n_iter", 1))
     assert changes or decodes == (1 if upscaler == "Latent" else 2) or webui.is_neo
@@ -148,7 +153,7 @@ def test_hires_fix_images_are_the_webuis(webui: WebUI, sd15: Models, upscaler: s
     {}, {"denoising_strength": 0.9, "width": 72, "height": 88}, {"batch_size": 2, "n_iter": 2},
     {"sampler_name": "DPM++ 2M"}, {"cfg_scale": 1},
 ], ids=lambda changes: ", ".join(changes) or "plain")
-def test_img2img_images_are_the_webuis(webui: WebUI, sd15: Models, changes: dict[str, Any]) -> None:
+def test_img2img_images_match_those_of_the_webui(webui: WebUI, sd15: Models, changes: dict[str, Any]) -> None:
     need(webui, "img2img")
     request = {**start_from(gradient(64, 64)), **changes}
     steps = int(request["steps"] * request["denoising_strength"])
@@ -167,7 +172,10 @@ def masked(**changes: Any) -> dict[str, Any]:
     {}, {"inpainting_fill": 2}, {"inpaint_full_res": True}, {"width": 88, "height": 72, "batch_size": 2},
 ], ids=lambda changes: ", ".join(changes) or "plain")
 @pytest.mark.parametrize("role", ["sd15", "inpaint"])
-def test_inpainted_images_are_the_webuis(webui: WebUI, sd15: Models, role: str, changes: dict[str, Any]) -> None:
+def test_inpainted_images_match_those_of_the_webui(
+    webui: WebUI, sd15: Models, role: str, changes: dict[str, Any]
+) -> None:
+    """The right half is inpainted, with an SD 1.5 and an inpainting checkpoint (role)."""
     need(webui, "masks")
     sd15.use(role)
     on, _ = assert_same_on_and_off(webui, masked(**changes), least_calls=3)

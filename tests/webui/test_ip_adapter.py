@@ -1,5 +1,6 @@
-"""IP-Adapters and ControlLLLite at every attention. On the Forge family, OneDiff's operators and functions within its
-forward compute them; on A1111 the WebUI does, because its ControlNet extension runs the UNet's loop."""
+"""IP-Adapters and ControlLLLite change every attention. On the Forge family they are computed within OneDiff's forward,
+by its operators or by the extension's functions. On A1111 the WebUI computes the UNet, because its ControlNet extension
+replaces the UNet's forward."""
 from __future__ import annotations
 
 import base64
@@ -28,8 +29,8 @@ from webui_models import Models
 
 # Forge encodes the image itself: it must have models/ControlNetPreprocessor/CLIP-ViT-H-14.safetensors, or downloads it.
 ENCODER = {"forge": "CLIP-ViT-H (IPAdapter)", "ldm_patched": "CLIP-ViT-H (IPAdapter)", "a1111": "ip-adapter_clip_h"}
-# What the reason says of who runs; on Forge and Neo ours computes IP-Adapters without masks, and names no function at
-# attentions.
+# Patterns of the reason in the status, by kind of WebUI. On Forge and Neo, OneDiff's operators compute IP-Adapters
+# without masks, so that the reason names no function at attentions.
 BY_IP_ADAPTER = {
     "forge": r"^(?!.*patches_replace)", "ldm_patched": r"patches_replace\[attn2\]", "a1111": "controlnet runs",
 }
@@ -40,8 +41,8 @@ BY_LLLITE = {
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit of the request. role: of its model; seed: of the image that it gets; masked: whether it works on the left
-    half only; changes: its settings."""
+    """A unit of ControlNet's extension in a request. role: of its model. seed: of its input image. masked: whether it
+    is limited to the left half. changes: its other settings."""
 
     role: str
     seed: int = 1
@@ -151,19 +152,22 @@ def reason_for(webui: WebUI, case: Case) -> str:
 
 
 @pytest.mark.parametrize("case", [*IP_ADAPTERS, *LLLITES], ids=lambda case: case.name)
-def test_ip_adapters_and_controllllites_give_the_webuis_images(webui: WebUI, sd15: Models, case: Case) -> None:
-    """By OneDiff or by the WebUI, see the file's docstring; the reason names what runs within the forward."""
+def test_images_with_ip_adapters_and_controllllites_match_those_of_the_webui(
+    webui: WebUI, sd15: Models, case: Case
+) -> None:
+    """No pixel differs by more than one level of 255. OneDiff or the WebUI computes them (see the file's docstring);
+    the reason names the functions that run within the forward."""
     request, without = prepared(webui, sd15, case)
     reason = reason_for(webui, case)
     plain, on = assert_within(webui, request, without, reason, ROUTES[webui.kind])
     assert_different(plain, on, case.name)
 
 
-def test_after_an_ip_adapter_on_a1111_onediff_computes_with_each_of_its_attention_functions(
+def test_after_an_ip_adapter_on_a1111_onediff_computes_with_every_attention_optimization(
     webui: WebUI, sd15: Models
 ) -> None:
-    """The extension leaves a forward on each attention, which was its class's before another optimization was
-    chosen."""
+    """The extension leaves a forward on each attention module: that of the class at that time, which the class no
+    longer has after another cross attention optimization is chosen."""
     if webui.kind != "a1111":
         pytest.skip("A1111's: give its address with --webui URL")
     request, without = prepared(webui, sd15, IP_ADAPTERS[0])
@@ -175,9 +179,11 @@ def test_after_an_ip_adapter_on_a1111_onediff_computes_with_each_of_its_attentio
 
 
 @pytest.mark.parametrize("case", [*IP_ADAPTERS, *LLLITES], ids=lambda case: case.name)
-def test_ip_adapters_and_controllllites_run_between_graphs_with_the_webuis_images(
+def test_images_with_ip_adapters_and_controllllites_between_graphs_match_those_of_the_webui(
     webui: WebUI, sd15: Models, case: Case
 ) -> None:
+    """On Forge and Neo, graphs of the parts between the extension's functions are replayed; a CPU's stand-in for them
+    is enough."""
     only_forge(webui)
     reason = reason_for(webui, case)
     request, without = prepared(webui, sd15, case)

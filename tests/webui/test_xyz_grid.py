@@ -1,5 +1,4 @@
-"""OneDiff's axes in a real WebUI's X/Y/Z plot: each cell is the image of its settings, and later runs have none of
-them."""
+"""OneDiff's options as axes of a real WebUI's X/Y/Z plot script."""
 from __future__ import annotations
 
 from itertools import product
@@ -55,7 +54,7 @@ def plotted(webui: WebUI, x: Axis, y: Axis = NOTHING, z: Axis = NOTHING, **reque
 
 
 def alone(webui: WebUI, options: dict[str, Any], **request: Any) -> Pictures:
-    """The image of a cell, made by script arguments instead."""
+    """The image that a cell must equal: its options are OneDiff's script arguments in an ordinary request."""
     return webui.make({**PICTURE, **SAMPLING, **request, **one_run(**options)})
 
 
@@ -70,8 +69,9 @@ def onediff_in(pictures: Pictures, number: int = 0) -> str:
     return pictures.info["infotexts"][number].partition("OneDiff: ")[2].partition(",")[0]
 
 
-def test_each_cell_of_a_plot_is_the_image_of_its_options_and_later_images_have_none(webui: WebUI) -> None:
-    """A preset on the last axis, and single options on top of it."""
+def test_each_cell_of_a_plot_has_the_image_of_its_options_and_later_images_have_the_defaults(webui: WebUI) -> None:
+    """The axes are DeepCache's interval and the preset; the interval overrides that of the preset. Each cell equals, to
+    the bit, the image of a request with these options. After the plot, images equal those of before."""
     before = alone(webui, {})
     default = onediff_in(alone(webui, {}))
     intervals = (1, 3)
@@ -93,7 +93,7 @@ def test_each_cell_of_a_plot_is_the_image_of_its_options_and_later_images_have_n
     assert largest_difference(webui.txt2img(**SAMPLING), before) == 0
 
 
-def test_nothing_is_left_of_an_interrupted_plot(webui: WebUI) -> None:
+def test_after_an_interrupted_plot_images_and_their_options_are_those_of_before(webui: WebUI) -> None:
     before = alone(webui, {})
     long = {"steps": 12 if webui.kind == "forge" else 60, "width": 128, "height": 128}
     plot = InBackground(webui, plotted(webui, (INTERVAL, "3, 4, 5, 6"), (VAE, "bf16"), **long))

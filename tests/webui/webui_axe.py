@@ -1,4 +1,4 @@
-"""Checks a part of a page with axe-core, by WCAG's levels A and AA."""
+"""A check of a part of a page with axe-core, for accessibility by WCAG's levels A and AA."""
 from __future__ import annotations
 
 from importlib.resources import files
@@ -56,9 +56,10 @@ axe.run({include: roots}, options).then(({violations, incomplete, passes}) => {
 
 
 def violations(page: Any, selector: str, least: int, rules: dict[str, Any] = LEVELS) -> list[str]:
-    """What axe finds wrong inside an element, and the texts whose contrast it cannot measure.
+    """The violations that axe finds inside an element, and the texts whose contrast it cannot measure.
 
-    least: fewer texts are a finding too, because the element was then not shown. rules: LEVELS or CONTRAST.
+    least: the least number of texts. Fewer are a violation, too, because the element was not shown. rules: LEVELS or
+    CONTRAST.
     """
     if not page.run("return 'axe' in window"):
         page.run(files("axe_playwright_python").joinpath("axe.min.js").read_text(encoding="utf-8") + "\n;return null;")

@@ -16,8 +16,8 @@ PICTURE = {
     "prompt": "a red fox in the snow", "seed": 7, "steps": 3, "width": 64, "height": 64, "sampler_name": "Euler a",
 }
 SECONDS_FOR_A_PICTURE = 600
-# What the options that the tests change are as long as nobody has saved them: A1111 does not tell those at all, and
-# Forge tells no extension's.
+# The defaults of the options that tests change. A1111's API does not list an option before it is saved, and Forge's
+# lists none of an extension.
 OPTION_DEFAULTS = {
     "onediff_enabled": True, "onediff_backend": "auto", "onediff_prewarm": "",
     "onediff_deepcache_interval": 1, "onediff_deepcache_depth": 1, "onediff_transformer_interval": 0,
@@ -43,7 +43,7 @@ class WebUI:
 
     @property
     def is_standalone(self) -> bool:
-        """Whether it is this project's own small host."""
+        """Whether this is the demo, this project's own small WebUI."""
         return self.kind == "standalone"
 
     def get(self, path: str, seconds: float = 300) -> Any:

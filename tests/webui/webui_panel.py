@@ -27,10 +27,10 @@ class Panel:
 
     def show(self) -> None:
         show_inner_page(self.page, "Cache")
-        self.page.wait(lambda: self.page.text("onediff_cache_totals"), "what is so now", 20)
+        self.page.wait(lambda: self.page.text("onediff_cache_totals"), "the totals", 20)
 
     def start_over(self, tidy: Callable[[], None]) -> None:
-        """Show the page with nothing selected, after tidy() has brought the server into a state.
+        """Show the page with nothing selected, after tidy() has set the server's state.
 
         Messages and jobs of earlier tests are gone.
         """
@@ -127,7 +127,7 @@ class Panel:
                         return True
             nonlocal opened
             if time.monotonic() - opened > SECONDS_FOR_A_LIST * patience():
-                # Seen twice, on machines that were very busy: the choice never came. Why is not known.
+                # Seen twice on very busy machines, with an unknown cause: the choice never appeared.
                 self.open_list(name)
                 opened = time.monotonic()
             return False
@@ -136,7 +136,7 @@ class Panel:
 
     def open_list(self, name: str) -> None:
         field = self.page.find(f"#onediff_{name} input")
-        # It opens for who comes to it, and not for who is there.
+        # The list opens when its field gets the focus, not while the field has it.
         self.page.run("arguments[0].blur()", field)
         field.click()
 
@@ -150,10 +150,11 @@ class Panel:
         """The lines of pre-warm jobs in the list. state: only those in this state, for example "queued"."""
         return self.texts(f"#onediff_cache_jobs .onediff-job{state and '-'}{state}[data-onediff-kind=prewarm]")
 
-    # --- throwing away --------------------------------------------------------------------------------------------
+    # --- purging ---------------------------------------------------------------------------------------------------
 
     def purge(self, button: str, question: str, told: str) -> None:
-        """Purge and confirm. question, told: parts of the question before it, and of the message after it."""
+        """Purge and confirm. question: a part of the question before the purge. told: a part of the message after
+        it."""
         self.click(button)
         self.answer(question)
         self.wait_for_message(told)
@@ -166,6 +167,6 @@ class Panel:
 
 
 def served(webui: WebUI) -> int:
-    """The number of calls that OneDiff has served since the start."""
+    """The number of UNet calls that OneDiff has computed since the start."""
     calls = webui.calls()
     return calls["plain"] + calls["graph"]
