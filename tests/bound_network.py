@@ -14,7 +14,7 @@ from lib_onediff.weights.binding import Binding
 
 
 class RecordedWeights(dict[str, LayerWeights]):
-    """Weights that record which are read. names: in the order of the reads."""
+    """A dict of weights that records each read. names: the names that were read, in order."""
 
     def __init__(self, weights: Weights) -> None:
         super().__init__(weights)
@@ -27,7 +27,7 @@ class RecordedWeights(dict[str, LayerWeights]):
 
 class BoundNetwork:
     """A network's layout and family, with our forward bound to its parameters. read: the names of the weights that the
-    last output() has read, in order."""
+    last output() read, in order."""
 
     def __init__(self, network: nn.Module) -> None:
         self.layout = FAMILIES.read(network)
@@ -48,7 +48,8 @@ class BoundNetwork:
         return output
 
     def check_reads(self, call: Call) -> None:
-        """The last output(), of this call, has read the weights that units() names, unit by unit."""
+        """Assert that the last output(), computed for this call, read exactly the weights that Family.units() lists,
+        one unit (a group of layers) after the other."""
         units = self.family.units(self.layout, call)
         unit_of = {name: number for number, names in enumerate(units) for name in names}
         assert set(self.read) == set(unit_of)

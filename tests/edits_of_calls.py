@@ -82,12 +82,16 @@ def other_kernels(pair: Pair, chance: random.Random) -> Undo:
 
 
 class LouderFunctions(TorchFunctionMode):
+    """A mode that multiplies the results of functional.silu by 1.1."""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         return scaled(made, 1.1) if func is nn.functional.silu else made
 
 
 class LouderOperators(TorchDispatchMode):
+    """A mode that multiplies the results of the SiLU operators by 1.1."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         return made * 1.1 if func in (torch.ops.aten.silu.default, torch.ops.aten.silu_.default) else made
@@ -124,6 +128,7 @@ def replica_of(network: nn.Module) -> nn.Module:
 
 
 def twin_by_dict(network: Any) -> Any:
+    """A copy that shares all attributes with the network, and so its layers."""
     twin = object.__new__(type(network))
     twin.__dict__.update(network.__dict__)
     return twin

@@ -101,9 +101,9 @@ class Host:
     make(): a new checkpoint of the WebUI's classes.
     unet: the checkpoint's UNet.
     networks(): all modules on which OneDiff could have left something.
-    sample(extension, control): makes two UNet calls, and returns the latent. extension may change the WebUI's objects
-        before. control: residuals of a ControlNet.
-    set_lora(strength): merges a LoRA for the generations to come; 0 removes it.
+    sample(extension, control): makes two UNet calls, and returns the latent. extension: a function that first changes
+        the WebUI's model patcher, as an extension does. control: residuals of a ControlNet. A1111 ignores both.
+    set_lora(strength): merges a LoRA for later generations; 0 removes it.
     """
 
     unet_module = ""
@@ -256,8 +256,8 @@ class FamilyHost(Host):
         self.set_loras(*[(difference, strength)] * bool(strength), online=False)
 
     def set_loras(self, *loras: tuple[dict[str, Any], float], online: bool = True) -> None:
-        """Use these LoRAs in the generations to come. loras: for each, its patches by parameter, and its strength.
-        online: whether the layers apply them at each use, or the WebUI merges them."""
+        """Use these LoRAs in later generations. loras: for each, its patches by parameter name, and its strength.
+        online: whether the layers apply them at each use of a weight; otherwise, the WebUI merges them."""
         patcher = self.checkpoint.forge_objects_original.unet.clone()
         for patches, strength in loras:
             patcher.add_patches({f"diffusion_model.{key}": what for key, what in patches.items()}, strength, online)

@@ -95,7 +95,7 @@ def test_only_calls_with_unsupported_inputs_or_replaced_functions_are_computed_b
                 change(host, patch)
             return host.output(**arguments)
 
-    host.check_only_changed_calls_are_the_hosts(changed, reason, least_change=1e-2)
+    host.check_that_only_changed_calls_run_the_host(changed, reason, least_change=1e-2)
 
 
 def wrap_function(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
@@ -138,7 +138,7 @@ def test_calls_in_which_a_function_of_the_host_is_replaced_are_computed_by_the_h
             BY_NAME[name](host, patch)
             return host.output()
 
-    host.check_only_changed_calls_are_the_hosts(replaced, name, least_change=1e-2)
+    host.check_that_only_changed_calls_run_the_host(replaced, name, least_change=1e-2)
     assert name == "BASE" or __name__ in runtime.status()["reason"]
 
 

@@ -30,11 +30,12 @@ def choose(host: Host, adapter: Any, name: str, factor: float, monkeypatch: pyte
     ("attention_of_next_year", "Of next year attention"),
 ])
 @pytest.mark.parametrize("host", FAMILY, indirect=True)
-def test_a_note_names_an_inexact_attention_and_our_output_is_not_compared_with_its(
+def test_a_note_names_an_inexact_attention_and_our_output_is_not_verified_against_it(
     host: Host, name: str, called: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The attention is exact times 1.5, so that a comparison would fail and the host would serve. OneDiff takes every
-    attention that it does not know for inexact. called: the attention's name in the note."""
+    """The WebUI's attention returns the exact result times 1.5: a comparison would fail, and the WebUI would compute
+    the calls. OneDiff treats every attention that it does not know as inexact. name: of its function. called: its name
+    in the note."""
     exact = host.generate()
     adapter = host.start()
     assert adapter.notes() == []
@@ -48,10 +49,11 @@ def test_a_note_names_an_inexact_attention_and_our_output_is_not_compared_with_i
 
 
 @pytest.mark.parametrize("host", FAMILY, indirect=True)
-def test_our_output_is_compared_with_that_of_an_attention_that_should_be_exact(
+def test_our_output_is_verified_against_an_attention_that_is_known_as_exact(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """attention_basic is exact, but here it is exact times 1.5: the comparison fails, and the host serves."""
+    """OneDiff knows attention_basic as exact. Here it returns the exact result times 1.5, so the comparison fails, and
+    the WebUI computes both calls."""
     adapter = host.start()
     choose(host, adapter, "attention_basic", 1.5, monkeypatch)
     made, calls = calls_of(host.generate)

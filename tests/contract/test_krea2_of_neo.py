@@ -132,7 +132,7 @@ def test_only_calls_with_something_that_our_forward_does_not_compute_are_left_to
             CHANGES[reason](host, patch)
             return host.output()
 
-    host.check_only_changed_calls_are_the_hosts(changed, reason)
+    host.check_that_only_changed_calls_run_the_host(changed, reason)
 
 
 @pytest.mark.parametrize(("reason", "path", "value"), [

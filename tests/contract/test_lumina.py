@@ -121,7 +121,7 @@ def test_only_calls_with_a_replaced_function_of_the_host_are_left_to_the_host(z_
             alter_result(patch, getattr(z_image.code, owner) if owner else z_image.code, name)
             return z_image.output()
 
-    z_image.check_only_changed_calls_are_the_hosts(changed, path, least_change=1e-3)
+    z_image.check_that_only_changed_calls_run_the_host(changed, path, least_change=1e-3)
 
 
 def test_a_call_with_an_attention_mask_for_the_prompt_is_left_to_the_host(z_image: ZImageHost) -> None:

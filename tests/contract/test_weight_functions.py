@@ -81,8 +81,9 @@ def expected_of(host: Host, *sequence: tuple[Any, ...]) -> list[Any]:
 
 @family
 def test_loras_on_the_fly_are_computed_beside_their_layers_without_copies_of_weights(host: Host) -> None:
-    """Our images are close to the host's with the same LoRAs. Without them, the first image comes again to the bit, and
-    switched off the host's."""
+    """LoRAs on the fly are those that the WebUI applies at each use of a weight. Our images are close to the WebUI's
+    with the same LoRAs. After the LoRAs are removed, our first image is reproduced bit for bit. After OneDiff is
+    switched off, the WebUI reproduces its own images bit for bit."""
     one = lora(host, (*LINEAR, *CONVOLUTIONS))
     two = lora(host, LINEAR[:6], rank=2, seed=7)
     sequence = ((), ((one, 0.5),), ((one, 0.25),), ((one, 0.5), (two, 0.8)), ((two, 0.8),), ())
@@ -111,11 +112,11 @@ def test_loras_on_the_fly_are_computed_beside_their_layers_without_copies_of_wei
 
 
 @pytest.mark.parametrize("host", ["neo"], indirect=True)
-def test_a_loras_strength_that_changes_between_two_steps_takes_effect_at_once(
+def test_a_lora_strength_that_changes_between_two_steps_takes_effect_at_once(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forge Neo's syntax <lora:x:[1@0,0.25@0.5]> does that. Here the strength is 1 at the first UNet call and 0.25 at
-    the second."""
+    """Forge Neo's syntax <lora:x:[1@0,0.25@0.5]> changes the strength during a sampling. Here it is 1 at the first UNet
+    call and 0.25 at the second. The image is compared with the WebUI's."""
     model = host.checkpoint.forge_objects.unet.model
     patches = lora(host, (*LINEAR, *CONVOLUTIONS))
     apply = model.apply_model
@@ -138,11 +139,12 @@ def test_a_loras_strength_that_changes_between_two_steps_takes_effect_at_once(
 
 
 @family
-def test_a_loha_and_differences_are_applied_to_copies_of_weights_once_for_all_steps(
+def test_a_loha_and_weight_differences_are_applied_once_for_all_steps(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unlike a LoRA, they cannot be computed beside the layer. Each layer's functions are read once for a generation of
-    two UNet calls."""
+    """Unlike a LoRA, a LoHa and differences (numbers added to weights, norms and biases) cannot be computed beside the
+    layer: our forward applies them to copies of the weights. Each layer's weight functions are read at most once in a
+    generation of two UNet calls. Images are compared with the WebUI's."""
     read: list[nn.Module] = []
     of = LayerFunctions.of
     monkeypatch.setattr(LayerFunctions, "of", lambda self, layer: read.append(layer) or of(self, layer))
@@ -158,34 +160,50 @@ def test_a_loha_and_differences_are_applied_to_copies_of_weights_once_for_all_st
         read.clear()
         made, calls = calls_of(host.generate)
         assert calls == OURS and close(made, hosts), runtime.status()["reason"]
+        assert bool(read) == bool(loras), len(read)
         assert len(read) == len(set(read)), "a layer's functions were read again for the second call"
     host.switch(False)
     assert same(host.generate(), expected[-1])
 
 
 @pytest.mark.parametrize("host", ["neo", "reforge"], indirect=True)
-def test_a_weight_function_of_another_extension_is_called_at_every_step(host: Host) -> None:
-    """Its result may depend on anything; here it depends on a number outside."""
+def test_a_weight_function_of_another_extension_is_called_at_every_step(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result of such a function may depend on anything. Here it depends on a variable that differs between the two
+    UNet calls of a generation. Images are compared with the WebUI's."""
     factor = 1.0
+    factors = (1.0, 1.0)
     plain = host.generate()
     expected = {}
     patcher = host.checkpoint.forge_objects.unet
     patcher.take_off = lambda layer: None
     host.checkpoint.forge_objects_after_applying_lora.unet = patcher
     host.unet.get_submodule(LINEAR[0]).weight_function = [lambda weight: factor * weight]
-    for factor in (1.0, 1.5, 2.0):
-        expected[factor] = host.generate()
-    assert same(expected[1.0], plain) and relative_error(expected[2.0].latent, plain.latent) > 1e-3
+    apply = patcher.model.apply_model
+
+    def with_the_factor_of_its_step(x: Tensor, t: Tensor, **named: Any) -> Tensor:
+        nonlocal factor
+        factor = factors[0 if t[0] > 5 else 1]
+        return apply(x, t, **named)
+
+    monkeypatch.setattr(patcher.model, "apply_model", with_the_factor_of_its_step)
+    for factors in ((1.0, 1.0), (1.5, 1.5), (1.5, 2.0), (2.0, 1.0)):
+        expected[factors] = host.generate()
+    assert same(expected[1.0, 1.0], plain)
+    assert relative_error(expected[2.0, 1.0].latent, plain.latent) > 1e-3
+    assert relative_error(expected[1.5, 2.0].latent, expected[1.5, 1.5].latent) > 1e-3
     host.start()
-    for factor in (1.5, 2.0, 1.5, 1.0):
+    for factors in ((1.5, 2.0), (2.0, 1.0), (1.5, 1.5), (1.5, 2.0), (1.0, 1.0)):
         made, calls = calls_of(host.generate)
-        assert calls == OURS and close(made, expected[factor]), runtime.status()["reason"]
+        assert calls == OURS and close(made, expected[factors]), runtime.status()["reason"]
 
 
 @family
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float16], ids=str)
-def test_weights_in_another_dtype_are_cast_at_each_use_and_not_copied(host: Host, dtype: torch.dtype) -> None:
-    """With LoRAs and a LoHa too. Switched off, the host's image and the stored weights are the same to the bit."""
+def test_weights_stored_in_another_dtype_are_cast_at_each_use_and_not_copied(host: Host, dtype: torch.dtype) -> None:
+    """dtype: in which the WebUI stores the weights. LoRAs and a LoHa are applied too. Our images are close to the
+    WebUI's. After OneDiff is switched off, the WebUI's image and the stored weights are unchanged, bit for bit."""
     host.store_as(dtype)
     plain = lora(host, (*LINEAR, *CONVOLUTIONS))
     other = loha(host, (f"{BLOCK}.attn1.to_q",))

@@ -25,11 +25,12 @@ class TransformerHost(FamilyHost, ABC):
 
     is_transformer: whether loaded checkpoints are the transformer; otherwise they are UNets.
     code_name, class_name: the Python module and the name of the network's class. model: its name for users.
-    loras_on: the layers on which LoRAs are tested; the first one is the patches' layer.
-    low_bit_classes: how many layers of a block may be in eight bits.
+    loras_on: the layers on which LoRAs are tested; the first one embeds the patches of the latent.
+    low_bit_classes: how many classes of layers in a block may be in eight bits.
     last_layer: the path of the last layer, which no file stores quantized.
     fewest_tokens: the host pads shorter prompts to this length.
-    residual_scale: a factor of the patches' weights with which the residual's rounding changes the output.
+    residual_scale: a factor for the weights of the patch embedding, so large that rounding of the residual changes the
+        output.
     """
 
     is_transformer = True
@@ -48,7 +49,7 @@ class TransformerHost(FamilyHost, ABC):
         """A small network with random weights, of the host's class."""
 
     def warmed_for(self, tokens: int) -> int:
-        """The length of the prompt whose shape pre-warming with `tokens` makes ready."""
+        """The number of prompt tokens whose shape is ready after pre-warming with `tokens`."""
         return max(tokens, self.fewest_tokens)
 
     @abstractmethod
@@ -79,14 +80,14 @@ class TransformerHost(FamilyHost, ABC):
         self.own_forward = self.network_class.forward
         return super().start()
 
-    def check_only_changed_calls_are_the_hosts(
+    def check_that_only_changed_calls_run_the_host(
         self, changed: Callable[[], Tensor], reason: str, least_change: float = 0.0
     ) -> None:
-        """Starts OneDiff, and calls the network as it is and changed, by turns. OneDiff computes the first, as the host
-        does; the second is the host's own, with this reason.
+        """Start OneDiff, and call the network unchanged and changed in turn. OneDiff must compute the unchanged calls,
+        with the host's output; the host must compute the changed ones, with this reason in the status.
 
-        changed: the network's output after a change that only the host knows, which it undoes. least_change: by which
-        relative error the output differs at least.
+        changed: makes a change that only the host's code knows, calls the network, undoes the change, and returns the
+        output. least_change: the least relative error between the two outputs.
         """
         plain = self.output()
         expected = changed()

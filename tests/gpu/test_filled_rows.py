@@ -1,4 +1,5 @@
-"""Attention of rows that are filled up, by each way that torch's kernels offer for it, on a real GPU."""
+"""Attention over rows of tokens that are padded to a fixed length, by each implementation in torch that supports it, on
+a real GPU."""
 from __future__ import annotations
 
 import pytest
@@ -18,8 +19,8 @@ CERTAIN = 1024
 
 
 def attend_or_skip(name: str, inputs: tuple[Tensor, ...], filled: Filled) -> Tensor:
-    """attend_filled, which skips the test if this torch or card has no such kernel: then another implementation is
-    chosen."""
+    """attend_filled. Skips the test if it raises because this torch or card has no such kernel: then OneDiff chooses
+    another implementation."""
     try:
         return attend_filled(name, *inputs, filled)
     except RuntimeError as error:
@@ -28,10 +29,10 @@ def attend_or_skip(name: str, inputs: tuple[Tensor, ...], filled: Filled) -> Ten
 
 @pytest.mark.parametrize("name", [FLASH, CUDNN, PARTS])
 @pytest.mark.parametrize("key_heads", [12, 3])
-def test_each_replay_of_attention_reads_how_many_tokens_of_a_row_are_used(name: str, key_heads: int) -> None:
-    """The other tokens of a row fill it up to TOKENS. Their number is a tensor, so that a graph that was captured for
-    one number serves others; the used tokens' result is compared with attention over these tokens alone. certain:
-    tokens that are always used, which PARTS needs."""
+def test_a_replayed_attention_over_padded_rows_uses_the_token_counts_of_each_replay(name: str, key_heads: int) -> None:
+    """Rows are padded to TOKENS. The number of used tokens in each row is a tensor, so that one captured graph serves
+    all numbers. The used tokens' result is compared with float64 attention over these tokens alone. name: the
+    implementation. certain: how many tokens are always used, which PARTS must know."""
     inputs = inputs_of(random_on(GPU, torch.bfloat16), (2, 12, TOKENS, 128), (2, key_heads, TOKENS, 128))
     used = torch.tensor([TOKENS, TOKENS - 9], device=GPU)
 

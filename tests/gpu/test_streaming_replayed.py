@@ -69,12 +69,12 @@ def compiled_network(unet: nn.Module, **options: Any) -> Any:
 @pytest.mark.gpu
 @pytest.mark.parametrize("share", [0.5, 1.0])
 @pytest.mark.parametrize("name", ["tiny-sdxl", "sd15"])
-def test_our_error_with_weights_in_main_memory_is_not_above_the_hosts_and_uncompiled_they_are_unchanged(
+def test_streamed_weights_give_the_accuracy_of_the_host_and_uncompile_restores_them(
     share: float, name: str
 ) -> None:
-    """exact: the output in float32; our error may be a tenth larger than the host's. An edit in main memory is in the
-    output of the next call. Uncompiled, each parameter has its values in ordinary memory of its own. share: see
-    kept_in_main_memory."""
+    """A share of the layers (see kept_in_main_memory) is copied to the GPU while a graph runs. exact: the output in
+    float32; our error may be 1.1 times the host's. An edit in main memory changes the next output. After
+    uncompile_unet, values are unchanged, and each parameter has its own memory, which is not pinned."""
     unet = random_unet(name, GPU).half()
     given = arguments(unet, 256, 192)
     exact = exact_output(unet, given).to(GPU)
@@ -102,7 +102,7 @@ def test_our_error_with_weights_in_main_memory_is_not_above_the_hosts_and_uncomp
 
 @pytest.mark.gpu
 def test_the_digest_of_weights_is_the_same_on_the_gpu_and_in_main_memory() -> None:
-    """Verdicts of checks are stored by this digest, and remain valid when the host moves weights."""
+    """The results of verification are stored under this digest, and must remain valid when the host moves weights."""
     values = [torch.randn(7, device=GPU), torch.randn(5, 3, device=GPU).half(), torch.randn(9, device=GPU)]
     somewhere = [values[0].cpu(), *values[1:]]
     assert digest_of_values("", somewhere) == digest_of_values("", values) != digest_of_values("", values[::-1])
@@ -110,7 +110,8 @@ def test_the_digest_of_weights_is_the_same_on_the_gpu_and_in_main_memory() -> No
 
 @pytest.mark.gpu
 def test_edits_of_weights_in_main_memory_are_in_the_output_of_the_next_call() -> None:
-    """As of all parts of the UNet, half of whose layers are in main memory."""
+    """Half of the UNet's layers are in main memory. After each of many random edits of any layer, our output is
+    compared with the host's."""
     done = 0
     seed = 0
     wrong = []
@@ -134,7 +135,8 @@ def test_edits_of_weights_in_main_memory_are_in_the_output_of_the_next_call() ->
 
 @pytest.mark.gpu
 def test_weights_that_are_kept_in_eight_bits_are_not_copied_from_main_memory(option: Any) -> None:
-    """With "Low-bit only", their 8-bit weights stay on the GPU."""
+    """With "Low-bit only", the 8-bit weights stay on the GPU, and only the other weights are copied. option: a value of
+    the setting low_bit."""
     unet = random_unet("sd15", GPU).half()
     given = arguments(unet, 512, 512)
     expected = host(unet, given)
@@ -151,11 +153,11 @@ def test_weights_that_are_kept_in_eight_bits_are_not_copied_from_main_memory(opt
 
 
 @pytest.mark.gpu
-def test_on_a_full_gpu_the_host_moves_weights_until_they_are_streamed_by_a_graph(
+def test_on_a_full_gpu_the_host_frees_memory_until_a_graph_can_stream_the_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """make_room stands for the host's function that moves weights to main memory. While OneDiff asks for room, outputs
-    are as exact as the host's; then a graph serves."""
+    """make_room stands for the host's function that moves weights to main memory. Until it has freed enough, the host
+    computes; then a graph does. All outputs are as exact as the host's, compared with float32."""
     unet = random_unet("sd15", GPU).half()
     given = arguments(unet, 256, 192)
     exact = exact_output(unet, given).to(GPU)
@@ -207,6 +209,7 @@ def test_on_a_full_gpu_the_host_moves_weights_until_they_are_streamed_by_a_graph
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["leaf_level", "block_level"])
 def test_a_unet_with_diffusers_group_offloading_is_replayed_and_stays_in_main_memory(kind: str) -> None:
+    """Outputs are compared with the host's before offloading. kind: diffusers' offload_type."""
     hooks = pytest.importorskip("diffusers.hooks")
     unet = random_unet("tiny-sdxl", GPU).half()
     given = arguments(unet, 256, 192)

@@ -40,13 +40,14 @@ ON: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def few_steps_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For files that import it: policies are also active in samplings of few steps."""
+    """Applies to files that import it: step policies are active in samplings of few steps, too."""
     monkeypatch.setattr(sampling, "FEWEST_STEPS", 0)
 
 
 @pytest.fixture(autouse=True)
 def equal_distances(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """For files that import it: the whole steps of networks without a searched schedule are interval steps apart."""
+    """Applies to files that import it: without a searched schedule, full passes are evenly spaced, one every `interval`
+    steps."""
     def at_equal_distances(total: int, interval: int) -> frozenset[int]:
         return frozenset(range(0, total, interval))
 
@@ -75,7 +76,8 @@ def prompt(name: str, tokens: int = 77) -> Tensor:
 
 def call_of(unet: Any, time: float, names: Sequence[str] = ("cat", "ugly"), size: int = 8, tokens: int = 77,
             seed: int = 0) -> UNetCall:
-    """The call of a step with new tensors. names: of the prompts, one for each row."""
+    """The UNet call of a step, with new random latents. time: the timestep. names: the name of each row's prompt; equal
+    names give equal contexts."""
     generator = torch.Generator().manual_seed(int(time * 8) + 4096 * seed)
     y_width = unet.config.get("projection_class_embeddings_input_dim")
     context = torch.cat([prompt(name, tokens) for name in names])
@@ -97,10 +99,12 @@ class Oracle:
 
     @torch.no_grad()
     def whole(self, call: UNetCall) -> tuple[Tensor, Tensor]:
+        """A full pass: the output, and the deep feature."""
         return deepcache.full_pass(*self._inputs(call), self.depth)
 
     @torch.no_grad()
     def shallow(self, call: UNetCall, feature: Tensor) -> Tensor:
+        """The output of a cached pass with this deep feature."""
         return deepcache.cached_pass(*self._inputs(call), self.depth, feature)
 
     def _inputs(self, call: UNetCall) -> tuple:
@@ -126,7 +130,7 @@ class Adopted:
 
 class Rig(Adopted):
     """A UNet with DeepCache, by default at interval 3, and an oracle with a copy of it. log: the kind of each call's
-    pass, "full" or "cached"."""
+    pass, "full" or "cached"; "whole" for a call that DeepCache counted as neither."""
 
     def __init__(self, config: dict[str, Any] = SMALL, seed: int = 0, runtime: Any = None, **options: Any) -> None:
         super().__init__(config, seed, runtime, **{**EVERY_THIRD, **options})
@@ -145,14 +149,14 @@ class Rig(Adopted):
         before = counts(self.runtime)
         output = self.runtime.run(self.unet, call, lambda: self.host(call))
         after = counts(self.runtime)
-        changed = [deepcache for deepcache in after if after[deepcache] != before.get(deepcache, 0)]
+        changed = [kind for kind in after if after[kind] != before.get(kind, 0)]
         assert self.runtime.call_stats.last_call.route != "host", self.runtime.call_stats.last_call.reason
         self.log.append(changed[0] if changed else "whole")
         return output
 
     def check(self, call: UNetCall, key: str, expected: str) -> None:
-        """Run a call and compare its output with the oracle's. expected: the kind of its pass. key: of its prompt and
-        shape; a cached pass must use the last feature of this key."""
+        """Run a call and compare its output with the oracle's. expected: "full" or "cached". key: names the call's
+        prompt and shape; a cached pass must use the last deep feature of this key."""
         output = self.run(call)
         assert self.log[-1] == expected, (len(self.log), self.log)
         whole, feature = self.oracle.whole(call)
@@ -176,7 +180,7 @@ class Rig(Adopted):
 
 
 def passes(whole: Iterable[int], count: int) -> list[str]:
-    """The kinds of the passes of a sampling with these whole steps."""
+    """For each of `count` steps: "full" if `whole` has its index, otherwise "cached"."""
     chosen = set(whole)
     return ["full" if index in chosen else "cached" for index in range(count)]
 
@@ -192,7 +196,8 @@ class Samplings(Adopted):
         super().begin(times, **{"why_no_forecast": lambda: "", **more})
 
     def call(self, time: float, **more: Any) -> UNetCall:
-        """The call of a step with the same latents for prompt and negative prompt. more: arguments of call_of."""
+        """The call of a step, with equal latents for prompt and negative prompt. more: arguments of call_of, whose rows
+        have different latents."""
         if more:
             return call_of(self.unet, time, **more)
         call = call_of(self.unet, time)
@@ -202,11 +207,13 @@ class Samplings(Adopted):
         return diffusers_output(self.unet, call)
 
     def rows(self, call: UNetCall) -> PromptRows:
+        """The rows of the prompt (the second half of the batch), and a function that computes them by the host."""
         rows = half_of(call.latent.shape[0], False)
         return PromptRows(rows, lambda: self.host(take_rows(call, rows)))
 
     @torch.no_grad()
     def run(self, call: UNetCall, guidance: Callable[[], PromptRows | str] | None = None) -> tuple[str, Tensor]:
+        """Run a call. Returns how it was computed (FORECAST, ALONE or WHOLE), and its output."""
         before = self.runtime.status()
         output = self.runtime.run(
             self.unet, call, lambda: self.host(call), guidance=guidance or (lambda: self.rows(call))
@@ -219,6 +226,7 @@ class Samplings(Adopted):
         return ALONE if is_alone else WHOLE, output
 
     def sample(self, times: Iterable[float] = STEPS, **more: Any) -> list[str]:
+        """Run calls at these timesteps. Returns how each was computed."""
         return [self.run(self.call(time, **more))[0] for time in times]
 
     @property

@@ -47,8 +47,8 @@ def nothing_happened(api: Api) -> bool:
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: f"{request[0]} {request[1]}")
 def test_every_endpoint_requires_an_account_of_api_auth(request_: Any) -> None:
-    """A wrong, partial or missing password is answered with 401, and changes nothing. Each account of the option is
-    accepted."""
+    """A wrong, partial or missing password is answered with 401, and changes nothing. Each account given to --api-auth
+    is accepted."""
     api = Api()
     client = TestClient(api.add_to(a1111s_app("ann:one,bob:two"), command_line(api_auth="ann:one,bob:two")))
     for headers in ({}, *map(basic, ["ann:two", "ann:", "ann", ":", "", "ANN:one"]), {"Authorization": "Bearer x"},
@@ -61,11 +61,13 @@ def test_every_endpoint_requires_an_account_of_api_auth(request_: Any) -> None:
         assert send(client, request_, **basic(account)).status_code != 401
 
 
-def test_without_the_hosts_password_check_every_request_is_refused() -> None:
-    """A bare FastAPI() has none of the routes whose check of --api-auth we use. A correct password is refused, too."""
+def test_without_the_password_check_of_the_webui_every_request_is_refused() -> None:
+    """OneDiff uses the check of --api-auth that the WebUI's own API routes have. A bare FastAPI() has none of these
+    routes, so even a correct password is refused."""
     client = TestClient(Api().add_to(FastAPI(), command_line(api_auth="ann:one")))
-    answer = send(client, REQUESTS[0], **basic("ann:one"))
-    assert answer.status_code == 401 and answer.json() == {"detail": NO_CHECK}
+    for request in REQUESTS:
+        answer = send(client, request, **basic("ann:one"))
+        assert answer.status_code == 401 and answer.json() == {"detail": NO_CHECK}
 
 
 # --- --gradio-auth ----------------------------------------------------------------------------------------------------
@@ -97,8 +99,8 @@ def logged_in_client(app: Any, account: dict[str, str]) -> TestClient:
     return client
 
 
-def test_a_refusal_mentions_api_auth_only_where_the_host_has_that_option() -> None:
-    """The demo has --gradio-auth, but no --api-auth: the sentence has only the login on the page."""
+def test_a_refusal_does_not_mention_api_auth_if_the_webui_lacks_that_option() -> None:
+    """The demo has --gradio-auth, but no --api-auth: the refusal names only the login on the page."""
     options = SimpleNamespace(api=True, gradio_auth="ann:one")
     client = TestClient(Api().add_to(page_of_a_host([("ann", "one")]), options))
     answer = send(client, REQUESTS[0])
@@ -109,7 +111,8 @@ def test_a_refusal_mentions_api_auth_only_where_the_host_has_that_option() -> No
 @pytest.mark.parametrize("flag", ["gradio_auth", "gradio_auth_path"])
 def test_with_gradio_auth_only_clients_that_have_logged_in_are_answered(flag: str) -> None:
     """A client without a login, with a wrong password, or with an invented cookie gets 401 from every endpoint. A
-    password of the page is not accepted as one of --api-auth."""
+    password of the page, sent as those of --api-auth are, is refused. flag: the option by which the WebUI got its
+    accounts."""
     api = Api()
     app = api.add_to(page_of_a_host([("ann", "one"), ("bob", "two:parts")]), command_line(**{flag: "given"}))
     stranger = TestClient(app)
@@ -144,8 +147,9 @@ def test_gradio_auth_without_a_page_refuses_every_request() -> None:
 
 @pytest.mark.parametrize("headers", [{"Origin": "https://evil.example"}, {"Sec-Fetch-Site": "cross-site"}], ids=str)
 def test_requests_that_change_something_are_refused_from_pages_of_other_sites(headers: dict[str, str]) -> None:
-    """Also with a password that the browser adds, and also from a form, which sends no JSON. test_api_origins.py tests
-    which sites are others."""
+    """They are refused even with a correct password, which a browser may add by itself, and even as plain text, which a
+    form can send. headers: by which a browser names the page's site. test_api_origins.py tests which sites count as
+    others."""
     for flags, password in (({}, {}), ({"api_auth": "ann:one"}, basic("ann:one"))):
         api = Api()
         client = TestClient(api.add_to(a1111s_app("ann:one"), command_line(**flags)))

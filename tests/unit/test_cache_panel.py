@@ -30,15 +30,16 @@ DECODE = replace(LARGE, model="VAE decoder", shapes=(replace(SHAPE, tokens=0),))
 
 
 @pytest.mark.parametrize("text, part", [(None, "at least one size"), ("wide", "is not a size")])
-def test_a_prewarm_request_that_cannot_be_read_gets_a_sentence(seen: Seen, text: Any, part: str) -> None:
+def test_a_prewarm_request_without_a_valid_size_gets_an_error_message(seen: Seen, text: Any, part: str) -> None:
+    """text: the content of the field for sizes. part: a part of the message."""
     seen.do(seen.panel.prewarm, text)
     assert part in seen.text("message") and "onediff-wrong" in seen.parts["message"]
     assert seen.warmup.jobs() == []
 
 
-def test_a_refresh_keeps_the_work_that_a_later_click_waits_for(seen: Seen) -> None:
-    """The page asks view() for its state again and again. A click since that request was sent may have given the page
-    work to wait for, which the answer's second value must leave as it is (gradio.update()), not set to None."""
+def test_a_refresh_of_the_page_keeps_the_work_that_a_later_click_waits_for(seen: Seen) -> None:
+    """The page polls its state by view(). A click since such a request may have started work that the page waits for.
+    The answer's second value must leave that work as it is (gradio.update()), not set it to None."""
     assert seen.panel.view("[]", "All models", None)[1] == gradio.update()
 
 
@@ -50,7 +51,7 @@ def test_unreadable_messages_of_the_page_do_nothing(seen: Seen, text: Any) -> No
     assert read_clicks('{"cancelled": [true, "1", 2], "clear": 1, "shown": "x"}') == Clicks((2,))
 
 
-def test_a_size_that_runs_or_waits_is_not_queued_again_and_the_page_says_so(seen: Seen) -> None:
+def test_a_size_that_is_queued_or_being_prewarmed_is_not_queued_again_and_a_message_says_so(seen: Seen) -> None:
     with seen.webui.lock:
         seen.do(seen.panel.prewarm, "64x64, 72x64")
         seen.do(seen.panel.prewarm, "72x64, 64x64, 80x64")
@@ -60,15 +61,15 @@ def test_a_size_that_runs_or_waits_is_not_queued_again_and_the_page_says_so(seen
 
 
 def test_a_click_on_a_size_queues_it(seen: Seen) -> None:
-    """Sizes that were clicked come in the page's JSON as "sizes"; "asked" is the size set in the txt2img tab, which the
-    page offers as one more button. Sizes that are none get a message."""
+    """The page's JSON has the clicked sizes as "sizes", and the size set in the txt2img tab as "asked", for which the
+    page has a button, too. An invalid size gets a message."""
     shown = seen.panel.view('{"sizes": ["64x64"], "asked": "72x64"}', "All models", None)
     assert [job.title for job in seen.warmup.jobs()] == ["64x64"]
     assert '"72x64" title="as in the txt2img tab"' in shown[6]
     assert "is not a size" in seen.panel.view('{"sizes": ["x"], "asked": "undefinedxundefined"}', "", None)[7]
 
 
-def test_most_used_sizes_of_an_unused_model_are_none_and_the_reason_is_shown(seen: Seen) -> None:
+def test_most_used_sizes_of_an_unused_model_queue_nothing_and_a_message_says_why(seen: Seen) -> None:
     seen.do(seen.panel.prewarm, "most used 2")
     assert "No size has been used with this model yet" in seen.text("message") and seen.warmup.jobs() == []
     seen.do(seen.panel.prewarm, "most used 2, 72x64")
@@ -78,10 +79,11 @@ def test_most_used_sizes_of_an_unused_model_are_none_and_the_reason_is_shown(see
 # --- purging ----------------------------------------------------------------------------------------------------------
 
 
-def test_purging_everything_needs_a_yes_and_its_request_does_not_wait_for_an_image(
+def test_purging_everything_needs_a_yes_and_happens_after_the_image_in_progress(
     seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lock stands for an image in progress: the page gets a message at once, and the rows are purged afterwards."""
+    """A held lock stands for an image in progress. The page gets a message at once, and the rows are purged when the
+    lock is released."""
     monkeypatch.setattr(cache_panel, "SECONDS_FOR_A_CHORE", 0.05)
     used(seen.webui, 64)
     with seen.webui.lock:
@@ -94,7 +96,8 @@ def test_purging_everything_needs_a_yes_and_its_request_does_not_wait_for_an_ima
 
 
 def test_a_chore_ends_with_its_result_or_with_its_exception_as_a_sentence() -> None:
-    """A Chore is work on a thread of its own; over(seconds) waits for it."""
+    """A Chore is work on a thread of its own. over(seconds) waits for it that long, and returns whether it has
+    ended."""
     logging.getLogger("onediff").propagate = False
 
     def no_place() -> str:
@@ -120,7 +123,7 @@ def test_purging_selected_rows_purges_the_resolutions_of_each_model(
     seen: Seen, monkeypatch: pytest.MonkeyPatch, keys: list[str], stays: list[Any], asked: Any,
 ) -> None:
     """keys: the selected rows. stays: the rows that the runtime still has afterwards. asked: the expected calls of
-    runtime.purge, each of which frees 1 MiB here."""
+    runtime.purge (resolutions, model), each of which frees 1 MiB here."""
     purges: list[Any] = []
     held = [LARGE, SMALL, OTHER]
     monkeypatch.setattr(runtime, "rows", lambda: held)
@@ -139,7 +142,7 @@ def test_purging_selected_rows_purges_the_resolutions_of_each_model(
     assert said in seen.text("below")
 
 
-def test_clicks_on_rows_that_are_gone_get_a_message(seen: Seen) -> None:
+def test_clicks_on_rows_that_are_gone_change_nothing_and_get_a_message(seen: Seen) -> None:
     for handler in (seen.panel.pin, seen.panel.purge_selected):
         seen.do(handler, '["64x64 SD1"]')
         assert "no longer in the table: nothing was changed" in seen.text("below")

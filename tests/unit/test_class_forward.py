@@ -58,7 +58,7 @@ def is_ours(unet: Any) -> bool:
 
 
 def with_other_weights(twin: Any) -> Any:
-    """Give a copy, which shares its layers with the original, a last layer with other weights."""
+    """Replace the last layer of a copy, which shares its layers with the original, by one with other weights."""
     twin._modules = dict(twin._modules)
     twin._modules["conv_out"] = copy.deepcopy(twin._modules["conv_out"])
     with torch.no_grad():
@@ -81,8 +81,8 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
 def test_diffusers_computes_a_copy_with_its_own_weights_until_it_is_compiled(duplicate: Callable[[Any], Any]) -> None:
-    """A copy has all attributes of the compiled UNet, and must not be computed with the original's weights. The
-    original stays compiled."""
+    """A copy of the compiled UNet has all its attributes, and must not be computed with the original's weights. The
+    original stays compiled. duplicate: a way to copy."""
     unet = lib_onediff.compile_unet(diffusers_unet())
     assert is_ours(unet)
     twin = with_other_weights(duplicate(unet))
@@ -92,9 +92,9 @@ def test_diffusers_computes_a_copy_with_its_own_weights_until_it_is_compiled(dup
     assert is_ours(unet) and is_ours(lib_onediff.compile_unet(twin))
 
 
-def test_diffusers_serves_a_copy_with_compiled_regions() -> None:
-    """accelerate's compile_regions copies the UNet, whose weights are then edited: the output is that of the copy's own
-    forward."""
+def test_diffusers_computes_a_copy_made_by_compile_regions_of_accelerate() -> None:
+    """compile_regions copies the compiled UNet. After an edit of the copy's weights, its output equals that of
+    diffusers' forward with these weights."""
     regions = pytest.importorskip("accelerate.utils")
     if not hasattr(regions, "compile_regions"):
         pytest.skip("this accelerate compiles no regions")
@@ -109,7 +109,7 @@ def test_diffusers_serves_a_copy_with_compiled_regions() -> None:
         assert torch.equal(twin(**diffusers_arguments(call)).sample, expected) and calls() == before
 
 
-def test_diffusers_computes_a_copy_of_a_vaes_decoder_with_its_own_weights() -> None:
+def test_diffusers_computes_a_copy_of_a_vae_decoder_with_its_own_weights() -> None:
     vae = tiny_vae()
     pipe = type("Pipe", (), {})()
     pipe.unet = diffusers_unet()
@@ -132,7 +132,7 @@ class Derived(UNet2DConditionModel):
 
 
 class Louder(UNet2DConditionModel):
-    """A derived class whose forward returns something else."""
+    """A derived class of the same name as its base, whose forward returns something else."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         found = super().forward(*args, **kwargs)
@@ -144,8 +144,8 @@ Louder.__name__ = Louder.__qualname__ = "UNet2DConditionModel"
 
 @pytest.mark.parametrize("kind", [Derived, Louder])
 def test_a_derived_class_is_not_patched_even_with_the_same_name(kind: type, caplog: pytest.LogCaptureFixture) -> None:
-    """It is known by identity, not by name. Compiling it only logs that it is not supported; its output stays its
-    own."""
+    """Supported classes are recognised by identity, not by name. Compiling an object of a derived class only logs that
+    the class is not supported, and leaves its output as it was."""
     plain = diffusers_unet()
     unet: Any = kind(**{name: value for name, value in plain.config.items() if not name.startswith("_")})
     unet.load_state_dict(plain.state_dict())
@@ -167,8 +167,11 @@ def test_a_derived_class_is_not_patched_even_with_the_same_name(kind: type, capl
     assert lib_onediff.uncompile_unet(unet) is unet
 
 
-def test_arguments_and_result_of_the_hosts_forward_are_passed_on_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Below our patch, the class has another package's function, which returns another kind of object."""
+def test_a_forward_of_another_package_gets_the_arguments_unchanged_and_its_result_is_returned(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before OneDiff patches the class, another package replaces diffusers' forward by a function that returns another
+    kind of object. The caller gets this very object."""
     answers: list[Any] = []
 
     def theirs(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -187,10 +190,11 @@ def test_arguments_and_result_of_the_hosts_forward_are_passed_on_unchanged(monke
 
 
 @pytest.mark.parametrize("return_dict", [True, False])
-def test_the_hosts_result_is_returned_as_the_same_object(
+def test_with_onediff_off_the_caller_gets_the_object_that_diffusers_forward_returned(
     return_dict: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """recording keeps what diffusers' forward returned. With OneDiff off, the caller gets that very object."""
+    """recording wraps the call of diffusers' forward, and keeps what it returned: a UNet2DConditionOutput, or a tuple
+    without return_dict."""
     unet = lib_onediff.compile_unet(diffusers_unet(), enabled=False)
     answers = list[Any]()
 
@@ -225,16 +229,16 @@ def test_the_class_gets_its_own_forward_back_when_the_last_module_is_released() 
     assert UNet2DConditionModel.forward is HOSTS_OWN
 
 
-def test_our_patch_does_not_change_the_digest_of_the_hosts_code() -> None:
-    """A stored verdict is for the host's code, and must stay valid for other releases of OneDiff. Tree(...).digest
-    covers the code of a module's classes."""
+def test_our_patch_does_not_change_the_digest_of_the_host_code() -> None:
+    """The results of verification are stored by this digest, and must remain valid for other releases of OneDiff.
+    Tree(...).digest covers the code of a module's classes."""
     unet = diffusers_unet()
     before = Tree(unet, (), ()).digest
     lib_onediff.compile_unet(unet)
     assert Tree(unet, (), ()).digest == before
 
 
-def test_the_host_serves_while_another_package_patches_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_diffusers_computes_while_another_package_has_patched_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cases in order: a patch above ours, with compiling and uncompiling below it; diffusers' own forward set again; a
     patch below ours."""
     seen: list[Any] = []
@@ -299,8 +303,8 @@ def test_two_patches_can_be_undone_in_any_order(order: tuple[int, int]) -> None:
         assert Owner.__dict__["forward"] is own
 
 
-def test_objects_that_are_not_hashable_run_the_hosts_method() -> None:
-    """TablePatch looks its object up in a table, which must not raise where the object has no hash."""
+def test_an_object_without_a_hash_runs_the_original_method_of_a_patched_class() -> None:
+    """TablePatch looks up each object in a table. The lookup must not raise if the object cannot be hashed."""
 
     class Owner:
         __hash__ = None  # type: ignore[assignment]
@@ -318,6 +322,7 @@ def test_objects_that_are_not_hashable_run_the_hosts_method() -> None:
 
 
 def test_a_kept_forward_keeps_its_module_alive_and_compiled() -> None:
+    """Only the bound method unet.forward is kept. Calling it must run our forward, with diffusers' output."""
     expected = diffusers_output(diffusers_unet(), a_call(diffusers_unet()))
     forward = lib_onediff.compile_unet(diffusers_unet()).forward
     gc.collect()
@@ -328,7 +333,7 @@ def test_a_kept_forward_keeps_its_module_alive_and_compiled() -> None:
     assert calls()["plain"] == before + 1
 
 
-def test_our_forward_has_the_names_and_signature_of_the_hosts() -> None:
+def test_our_forward_has_the_name_and_signature_of_the_forward_that_it_replaces() -> None:
     unet = diffusers_unet()
     hosts = own_forward(unet)
     ours = lib_onediff.compile_unet(unet).forward
@@ -347,9 +352,10 @@ def test_our_forward_has_the_names_and_signature_of_the_hosts() -> None:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_an_offloaded_unet_is_served_by_us_and_its_copy_by_diffusers(is_first: bool) -> None:
-    """accelerate keeps the forward that it wraps. Compiled before or after, the UNet is attached to us without an
-    attribute of ours, which a copy would have, too. Uncompiling leaves diffusers' own forward below accelerate's."""
+def test_our_forward_computes_an_offloaded_unet_and_diffusers_its_copy(is_first: bool) -> None:
+    """accelerate's cpu_offload keeps the forward that it wraps. is_first: the UNet is offloaded before it is compiled.
+    The UNet gets no attribute of ours, because its copy would have it, too. After uncompile_unet, accelerate's wrapper
+    has diffusers' own forward again."""
     accelerate = pytest.importorskip("accelerate")
     unet = diffusers_unet()
     steps = (lambda: accelerate.cpu_offload(unet, torch.device("cpu")), lambda: lib_onediff.compile_unet(unet))
@@ -370,8 +376,9 @@ def test_an_offloaded_unet_is_served_by_us_and_its_copy_by_diffusers(is_first: b
 # --- threads ----------------------------------------------------------------------------------------------------------
 
 
-def test_two_threads_can_run_the_hosts_forward_with_hooks_at_once() -> None:
-    """Each thread's call must run the hooks, even while another thread is inside of them."""
+def test_two_threads_at_once_both_run_the_hooks_around_the_host_forward() -> None:
+    """OneDiff is off, and diffusers' offloading has put hooks around the forward. Each thread's call must run the
+    hooks, even while another thread is inside them."""
     hooks = pytest.importorskip("diffusers.hooks", reason="needs diffusers 0.33")
     unet = diffusers_unet()
     call = a_call(unet)

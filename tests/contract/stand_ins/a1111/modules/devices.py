@@ -1,5 +1,6 @@
-"""A CPU that computes in float32. With weights in float8, it casts to bfloat16 by autocast; or, if by_hand is set, by
-the WebUI's own casts, as a GPU with --no-half does."""
+"""A1111's modules.devices for a CPU that computes in float32. With weights in float8, autocast() casts to bfloat16. If
+by_hand is set, autocast() makes each layer cast its inputs and parameters to `dtype` instead, as A1111 does on a GPU
+with --no-half."""
 from __future__ import annotations
 
 import contextlib
@@ -27,8 +28,8 @@ def without_autocast(disable: bool = False) -> Any:
 
 @contextlib.contextmanager
 def manual_cast(target: torch.dtype) -> Iterator[None]:
-    """A context in which these layers cast inputs and parameters themselves. Each call leaves the parameters in
-    other memory."""
+    """A context in which the layers of the classes in CAST cast their inputs and parameters to this dtype. Each call
+    leaves the parameters at a new address."""
     originals = [kind.forward for kind in CAST]
     for kind, forward in zip(CAST, originals, strict=True):
         kind.forward = casting(forward, target)

@@ -10,7 +10,7 @@ BLOCK = 32
 
 
 class Q8_0:
-    """A block is a scale in float16 and 32 bytes."""
+    """A format whose block is a scale in float16 and 32 bytes."""
 
     dtype, most = torch.int8, 127.0
 
@@ -23,7 +23,7 @@ class Q8_0:
 
     @classmethod
     def bake(cls, parameter: Any) -> None:
-        """Prepare the bytes, once: cast the scales to the dtype computed in."""
+        """Prepare the bytes for decoding, once: cast the scales to computation_dtype."""
         if not parameter.baked:
             rows = parameter.data.view(torch.int8)
             scale = rows[:, :2].contiguous().view(torch.float16).to(parameter.computation_dtype).view(torch.int8)
@@ -46,7 +46,8 @@ class Q4_K(Q8_0):
 
 
 class ParameterGGUF(nn.Parameter):
-    """gguf_cls: the class that decodes it; None for a plain tensor."""
+    """The bytes of a GGUF tensor. gguf_cls: the class that decodes them; None for a plain tensor. real_shape: the shape
+    of the decoded tensor."""
 
     gguf_cls: Any
     real_shape: Any
