@@ -1,4 +1,5 @@
-"""The consistency report: its content, reading it back, and comparing two."""
+"""The consistency report (what may make one seed give different images on two machines): its content, reading it back,
+and comparing two."""
 from __future__ import annotations
 
 import sys
@@ -18,7 +19,7 @@ STATUS = {"backend": "eager", "route": "plain", "model": "SD1"}
 
 
 def test_a_report_of_this_machine_is_parsed_back_unchanged() -> None:
-    """Also values with the report's own punctuation, and a report quoted in a message."""
+    """Some values contain the report's own punctuation. A report that is quoted in a message is parsed, too."""
     odd = {"text": "a: b\n[c] > \\/", "empty": "", "no": None, "small": 1e-9, "off": False}
     facts = {
         **machine_facts(), **onediff_facts(Settings(), STATUS, {"attention": {"512": "flash"}}),
@@ -33,10 +34,11 @@ def test_a_report_of_this_machine_is_parsed_back_unchanged() -> None:
     assert parse(f"Hello,\nhere it is:\n{quoted}\n") == facts
 
 
-def test_the_report_has_torchs_switches_and_only_the_listed_environment_variables(
+def test_the_report_has_the_switches_of_torch_and_only_the_listed_environment_variables(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another variable may hold a secret."""
+    """Switches are those that affect results, such as cuDNN benchmark. A variable that is not listed may hold a
+    secret."""
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     monkeypatch.setenv("HOME_OF_A_SECRET", "hunter2")
     matmul = torch.backends.cuda.matmul
@@ -69,10 +71,11 @@ def test_a_text_that_is_not_a_report_is_refused_in_one_sentence(text: str) -> No
         parse(text)
 
 
-def test_a_webuis_listed_flags_and_options_are_reported_without_folders_and_passwords(
+def test_listed_flags_and_options_of_a_webui_are_reported_without_folders_and_passwords(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are read by name if they exist; `modules` stands for the WebUI's. A file is named without its folder."""
+    """Flags and options are read by name from the WebUI's package `modules`, here a stand-in; those that it lacks are
+    left out. Of a file's path, only the file name is reported."""
     shared = SimpleNamespace(
         cmd_opts=SimpleNamespace(no_half=True, precision="full", api_auth="me:secret", ckpt_dir="/home/somebody"),
         opts=SimpleNamespace(upcast_attn=True, sd_vae="a/b.safetensors", outdir_samples="/home/somebody", s_churn=0.5),

@@ -1,4 +1,5 @@
-"""Full and cached passes of a UNet; the whole steps of schedules; the step that a timestep belongs to."""
+"""Full and cached passes of a UNet; which steps of a schedule are whole steps (those with a full pass); the step that a
+timestep belongs to."""
 from __future__ import annotations
 
 import math
@@ -22,11 +23,12 @@ DEPTHS = [("SD1", depth) for depth in (1, 3, 4, 7, 11)] + [("SDXL", depth) for d
 
 @SIZES
 @pytest.mark.parametrize(("name", "depth"), DEPTHS)
-def test_a_full_pass_equals_the_forward_and_a_cached_pass_with_its_feature_repeats_it(
+def test_a_full_pass_equals_the_forward_and_a_cached_pass_with_its_deep_feature_repeats_it(
     name: str, depth: int, size: tuple[int, int]
 ) -> None:
-    """Oracle (of the tests) runs our full and cached pass apart: whole() returns the output and the deep feature,
-    shallow() the output from a given deep feature."""
+    """Outputs are equal bit for bit. depth: how many outer input stages, and as many output stages, a cached pass
+    computes. Oracle (samplings.py) makes our passes: whole() returns the output and the deep feature, shallow() the
+    output from a given deep feature."""
     unet = shared_unet(name)
     cut = Oracle(unet, depth)
     call = a_call(unet, *size)
@@ -37,7 +39,7 @@ def test_a_full_pass_equals_the_forward_and_a_cached_pass_with_its_feature_repea
 
 @torch.no_grad()
 def outer_blocks_of_ldm(unet: nn.Module, call: UNetCall, depth: int, deep: Tensor) -> Tensor:
-    """The output of the host's own outer blocks, with a deep feature in place of the inner ones."""
+    """The output of ldm's own outer blocks, with a deep feature in place of the inner ones' output."""
     from ldm.modules.diffusionmodules.util import timestep_embedding
 
     embedding = unet.time_embed(timestep_embedding(call.timestep, unet.model_channels))
@@ -56,8 +58,11 @@ def outer_blocks_of_ldm(unet: nn.Module, call: UNetCall, depth: int, deep: Tenso
 
 @SIZES
 @pytest.mark.parametrize("depth", [1, 4, 11])
-def test_a_cached_pass_around_an_old_feature_is_close_to_ldms_outer_blocks(depth: int, size: tuple[int, int]) -> None:
-    """The deep feature is of a call with another latent, so that it cannot be computed anew unnoticed."""
+def test_a_cached_pass_with_an_old_deep_feature_is_close_to_the_outer_blocks_of_ldm(
+    depth: int, size: tuple[int, int]
+) -> None:
+    """depth: how many outer input and output blocks are computed. The deep feature is from a call with another latent:
+    a pass that computed it anew would have another output."""
     unet = shared_ldm_unet()
     cut = Oracle(unet, depth)
     call = a_call(unet, *size)
@@ -67,9 +72,9 @@ def test_a_cached_pass_around_an_old_feature_is_close_to_ldms_outer_blocks(depth
     assert relative_error(output, our_output(unet, call)) > 1e-2
 
 
-def test_cached_passes_use_their_controlnet_residuals() -> None:
-    """A ControlNet adds residuals to the first input stage and the last output stage here, which a cached pass
-    computes, too."""
+def test_a_cached_pass_adds_the_controlnet_residuals_of_the_stages_that_it_computes() -> None:
+    """Here, a ControlNet adds residuals to the first input stage and to the last output stage, both of which a cached
+    pass computes."""
     unet = shared_unet("SD1")
     cut = Oracle(unet, 3)
     call = a_call(unet)
@@ -95,11 +100,11 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("case", PUBLISHED)
-def test_without_a_searched_schedule_whole_steps_are_the_authors_and_the_last_one(
+def test_without_a_searched_schedule_full_passes_are_at_the_published_steps_and_the_last_step(
     case: tuple[int, int],
 ) -> None:
-    """Whole steps compute all layers, and the others reuse the deep feature of the last whole one. PUBLISHED are
-    results of the authors' own code."""
+    """PUBLISHED: the results of the DeepCache authors' own code for case, (steps, interval). The other steps reuse the
+    deep feature of the last full pass (last_whole)."""
     total, interval = case
     assert sorted(authors_whole_steps(total, interval)) == PUBLISHED[case]
     schedule = schedule_for("no table", total, interval, 1)
@@ -112,14 +117,15 @@ def test_without_a_searched_schedule_whole_steps_are_the_authors_and_the_last_on
 
 @pytest.mark.parametrize("kind", TABLES)
 def test_a_searched_schedule_is_used_unchanged_for_its_steps_and_interval(kind: str) -> None:
+    """TABLES: the schedules that a search found, by kind of network."""
     for one in TABLES[kind]:
         assert schedule_for(kind, one.schedule.steps, one.interval, max(1, one.least_depth)) == one.schedule
 
 
 @pytest.mark.parametrize("kind", ["unet", "transformer"])
-def test_every_sampling_begins_with_a_whole_step_and_has_no_more_than_its_interval_allows(kind: str) -> None:
-    """Whole steps compute the whole network. With an interval of 1, all steps are whole. A searched schedule may have
-    as large a share of whole steps as it was searched with."""
+def test_every_schedule_begins_with_a_full_pass_and_has_no_more_than_the_interval_allows(kind: str) -> None:
+    """With an interval of 1, all steps make a full pass. With a larger one, at most one step in `interval` does, and
+    the last. A searched schedule may have as large a share of full passes as it was searched with."""
     for total in range(1, 61):
         assert schedule_for(kind, total, 1, 1).whole == tuple(range(total))
         for interval in range(2, 21):
@@ -135,16 +141,21 @@ def test_every_sampling_begins_with_a_whole_step_and_has_no_more_than_its_interv
 @pytest.mark.parametrize(("steps", "interval", "depth", "is_searched"), [
     (30, 3, 3, True), (50, 3, 4, True), (29, 3, 3, False), (30, 3, 2, False), (30, 2, 3, False), (30, 5, 3, False),
 ])
-def test_the_unets_searched_schedule_serves_only_where_it_was_closer(
+def test_the_searched_unet_schedule_needs_30_steps_interval_3_and_depth_3(
     steps: int, interval: int, depth: int, is_searched: bool
 ) -> None:
-    """On emoji-sd it was less close with 20 steps, and its slope with one stage at a CFG scale of 7."""
+    """At least 30 steps and depth 3; otherwise, the DeepCache authors' schedule is used. On emoji-sd (the demo's small
+    model), images were less close to exact ones with the searched schedule at 20 steps, and with its slope at depth 1
+    and a CFG scale of 7."""
     authors = schedule_for("no table", steps, interval, depth)
     assert (schedule_for("unet", steps, interval, depth) != authors) is is_searched
 
 
 @pytest.mark.parametrize("kind", TABLES)
-def test_the_order_of_schedules_in_the_file_does_not_matter(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_of_the_searched_schedules_in_their_file_does_not_matter(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kind: of network, a key of schedules.json (TABLES)."""
     cases = [(total, interval, 3) for total in range(1, 61) for interval in range(1, 21)]
     expected = [nearest_searched(kind, *case) for case in cases]
     monkeypatch.setitem(TABLES, kind, TABLES[kind][::-1])
@@ -152,14 +163,16 @@ def test_the_order_of_schedules_in_the_file_does_not_matter(kind: str, monkeypat
 
 
 @pytest.mark.parametrize("total, interval, slope", [(30, 2, 0.75), (29, 2, 0.5), (10, 2, 0.5), (50, 3, 0.5)])
-def test_only_many_steps_at_interval_2_extrapolate_with_a_larger_slope(total: int, interval: int, slope: float) -> None:
-    """slope: the share of the line through the last two deep features that a cached step follows. Measured on emoji-sd:
-    with 10 steps, 0.75 was 1.8 dB less close than 0.5."""
+def test_cached_steps_extrapolate_with_a_larger_slope_only_at_interval_2_with_30_steps(
+    total: int, interval: int, slope: float
+) -> None:
+    """slope: the share of the line through the last two deep features that a cached step follows; 0 reuses the last
+    one. On emoji-sd with 10 steps, images with 0.75 were 1.8 dB less close to exact ones than with 0.5."""
     assert schedule_for("no table", total, interval, 1).slope == slope
 
 
-def test_the_authors_rule_has_as_many_whole_steps_as_equal_distances() -> None:
-    """That is one whole step in `interval`, rounded up."""
+def test_the_deepcache_authors_schedule_has_as_many_full_passes_as_an_evenly_spaced_one() -> None:
+    """Both have total / interval full passes, rounded up, the first of them at step 0."""
     for total in range(1, 61):
         for interval in range(2, 21):
             chosen = sorted(authors_whole_steps(total, interval))
@@ -179,25 +192,26 @@ def test_the_authors_rule_has_as_many_whole_steps_as_equal_distances() -> None:
 def test_a_timestep_belongs_to_the_last_step_that_has_begun(
     times: list[float], known: list[float], indexes: list[int]
 ) -> None:
-    """Samplers of second order call the UNet twice in a step, and at timesteps between those of the schedule. times: of
-    the calls; known: of the schedule, whose rounding may differ by half a timestep."""
+    """times: the timesteps of the calls. known: those of the schedule, one for each step; rounding may differ by half a
+    timestep. indexes: the step of each call. Second-order samplers call the UNet twice in a step, also at timesteps
+    between those of the schedule."""
     steps = steps_of(times, known)
     assert [step.index for step in steps] == indexes
     assert [step.is_last for step in steps] == [index == indexes[-1] for index in indexes]
     assert {step.total for step in steps} == {indexes[-1] + 1}
 
 
-def test_a_jump_back_in_time_is_reported() -> None:
-    """A larger timestep than before means that another image has begun."""
+def test_a_larger_timestep_than_that_of_the_last_call_is_reported_as_a_jump_back() -> None:
+    """Samplers with restarts, and a next image, go back to more noise."""
     timeline = Timeline([900.0, 600.0, 300.0, 0.0])
     jumps = [timeline.step(time)[1] for time in (900.0, 600.0, 600.0, 300.0, 900.0, 600.0)]
     assert jumps == [False, False, False, False, True, False]
 
 
-def test_timesteps_in_another_unit_than_the_samplers_are_refused() -> None:
-    """diffusers' pipelines of Cosmos and Anima call with timesteps from 1 to 0 beside a schedule from 1000 to 80. 0.97
-    must not be taken for its end: the position is refused, without which no policy applies. In one unit, 0.97 is
-    between the first two steps, and belongs to the first."""
+def test_timesteps_in_another_unit_than_the_schedule_are_refused() -> None:
+    """diffusers' pipelines of Cosmos and Anima call the network with timesteps from 1 to 0, while the schedule goes
+    from 1000 to 80. 0.97 must not be taken for the schedule's end: Sampling.position raises Refusal, so that no step
+    policy applies. With a schedule in the same unit, 0.97 is between the first two steps, and belongs to the first."""
     def position(time: float, times: list[float]) -> Position:
         return Sampling(times=lambda: times).position(torch.full((2,), time))
 

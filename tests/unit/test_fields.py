@@ -1,4 +1,5 @@
-"""The functions over a call's fields: a field that a family adds needs no other code."""
+"""Functions over the fields of a Call (tensors, rows, copies, signature, key): they need no other code for a field that
+a model family adds in its own subclass."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
@@ -40,8 +41,8 @@ def key_of(call: Call) -> ShapeKey:
     return ShapeKey.of("architecture", torch.float32, call)
 
 
-def test_fields_that_a_family_adds_are_split_by_rows_and_copied_as_other_inputs() -> None:
-    """ReferenceCall adds a nested field and a mask. half_of(4, False) is the second half of a batch of four."""
+def test_fields_that_a_family_adds_are_split_by_rows_and_copied_like_other_inputs() -> None:
+    """ReferenceCall adds a nested dataclass and a mask. half_of(4, False) is the second half of a batch of four."""
     call = a_call()
     assert call.reference is not None
     assert [tuple(one.shape) for one in tensors_of(call)] == [
@@ -63,15 +64,15 @@ def test_fields_that_a_family_adds_are_split_by_rows_and_copied_as_other_inputs(
     {"reference": Reference((torch.ones(4, 4, 6, 6),))},
     {"reference": Reference((None, torch.ones(4, 4, 6, 6)), strength=0.5)},
 ], ids=["no mask", "longer mask", "no reference", "other slot", "strength"])
-def test_calls_that_differ_in_a_new_field_have_another_signature_and_key(changes: dict[str, object]) -> None:
-    """A graph is chosen by signature, and an entry of the table by key."""
+def test_calls_that_differ_in_an_added_field_differ_in_signature_and_key(changes: dict[str, object]) -> None:
+    """A graph is chosen by signature, and an entry of the table of shapes by key. changes: the fields that differ."""
     call = a_call()
     other = replace(call, **changes)
     assert other.signature != call.signature and key_of(other) != key_of(call)
 
 
 def test_values_of_tensors_and_fields_that_are_left_out_change_neither_signature_nor_key() -> None:
-    """`name` is LEFT_OUT of both."""
+    """The two calls have other random values, and another Reference.name, a field that is marked LEFT_OUT."""
     call = a_call()
     assert call.reference is not None
     other = replace(a_call(), reference=replace(call.reference, name="another"))

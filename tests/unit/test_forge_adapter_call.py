@@ -1,4 +1,5 @@
-"""Conversion of calls of Forge's UNet: which options and arguments are refused, and how they are named."""
+"""Conversion of calls of Forge's UNet: which transformer_options and arguments are refused, and how the reason names
+them."""
 from __future__ import annotations
 
 import contextlib
@@ -39,14 +40,14 @@ READ = {"patches", "patches_replace", "block_modifiers", "block_inner_modifiers"
 def test_empty_options_and_data_that_the_unet_never_reads_are_ignored(
     options: dict[str, Any], runs_functions: bool
 ) -> None:
-    """unknown_options lists the options that refuse a call. READ: the names that the network's code reads;
-    runs_functions: whether other functions run in the call, which could read more."""
+    """unknown_options lists the options for which OneDiff refuses a call. READ: the names that the network's code
+    reads. runs_functions: whether functions of extensions run in the call, which could read more."""
     assert unknown_options({**HARMLESS, **options}, READ, runs_functions) == []
 
 
-def test_functions_that_the_network_never_reads_are_named_only_if_other_functions_run() -> None:
-    """{"block", "skip_reshape"}: the names that the network's code reads. Another function that runs in the call could
-    read the options."""
+def test_functions_that_the_network_never_reads_are_refused_only_if_other_functions_run() -> None:
+    """Here the network's code reads only "block" and "skip_reshape" of the options, and the function is in "patches".
+    Another function that runs in the call could read "patches"."""
     tome = {"patches": {"attn1_patch": [function_of("tome.py")]}}
     assert unknown_options(tome, {"block", "skip_reshape"}, False) == []
     assert unknown_options(tome, {"block", "skip_reshape"}, True) == ["patches[attn1_patch] by tome.py"]
@@ -66,7 +67,7 @@ def test_functions_that_the_network_never_reads_are_named_only_if_other_function
     ({"patches": {"attn2_patch": [len]}, "of_tomorrow": {"strength": len}},
      ["patches[attn2_patch] by builtins", "of_tomorrow[strength] by builtins"]),
 ])
-def test_options_that_may_change_the_unet_are_named_with_their_author(
+def test_options_that_may_change_the_unet_are_named_with_the_module_of_their_function(
     options: dict[str, Any], names: list[str]
 ) -> None:
     named = unknown_options({**HARMLESS, **options}, READ, True)
@@ -84,7 +85,8 @@ def test_options_that_may_change_the_unet_are_named_with_their_author(
     ({"others": {"control_model": object(), "num_frames": None}}, None),
 ])
 def test_calls_that_our_forward_cannot_compute_are_refused(given: dict[str, Any], reason: str | None) -> None:
-    """reason None: the call is accepted, because the forward never reads that name."""
+    """given: the fields in which HostCall differs from a plain call. reason None: the call is accepted, because the
+    forward never reads these names."""
     one = torch.zeros(1)
     call = HostCall(one, one, one, None, **{"control": None, "options": {}, "others": {}, **given})
     refused = contextlib.nullcontext() if reason is None else pytest.raises(Refusal, match=re.escape(reason))

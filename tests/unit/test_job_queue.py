@@ -1,4 +1,4 @@
-"""The order of the pre-warm queue, and the table of sizes beside it, while an image is in progress all the time."""
+"""The Cache page's table of sizes, with the states of the pre-warm queue's jobs while an image is in progress."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from lib_onediff.store.history import HistoryRow
 
 @pytest.fixture
 def queue() -> Iterator[WarmUp]:
-    """A queue whose first job, 64x64, is running."""
+    """A queue whose first job, 64x64, is running; the lock is held, as by an image in progress."""
     webui = LockOnly()
     queue = WarmUp(webui, runtime, JobQueue())
     with webui.lock:
@@ -39,9 +39,9 @@ def a_job(state: str, **values: Any) -> SizeJob:
     return SizeJob(PREWARM, "64x64", state=state, size=Size(64, 64), **values)
 
 
-def test_rows_show_sizes_that_wait_or_are_being_made_ready_for_the_loaded_model(queue: WarmUp) -> None:
-    """shown: the rows with the jobs, those of sizes without a row first. After the queue was stopped, the rows are as
-    before."""
+def test_rows_show_which_sizes_of_the_loaded_model_are_queued_or_being_prewarmed(queue: WarmUp) -> None:
+    """shown: the table's rows with the states of the jobs; sizes without a row come first. After the queue is stopped,
+    the rows are as before."""
     jobs = [a_job(RUNNING, share=0.33), *queue.jobs()[1:]]
     rows = [a_row("72x64", "SD1"), a_row("104x64", "SD1"), a_row("64x64", "SD1"), a_row("64x64", "SDXL")]
     shown = rows_with_jobs(rows, jobs, "SD1")
@@ -54,9 +54,9 @@ def test_rows_show_sizes_that_wait_or_are_being_made_ready_for_the_loaded_model(
     assert rows_with_jobs(rows, queue.jobs(), "SD1") == rows
 
 
-def test_a_row_shows_the_seconds_of_the_last_pre_warming_that_ended_and_what_it_saved() -> None:
-    """0.5 s of calls were made, of which three are steps that the first image needs anyway, of 10 ms each. A cancelled
-    job counts for nothing."""
+def test_a_row_shows_how_long_the_last_finished_prewarming_took_and_how_much_time_it_saved() -> None:
+    """The second job took 0.8 s, its three UNet calls 0.5 s. Three usual steps of 10 ms take 0.03 s, so the first image
+    is 0.47 s faster. A cancelled job counts for nothing."""
     jobs = [
         a_job(DONE, seconds=9.0, of_calls=9.0, made=3), a_job(DONE, seconds=0.8, of_calls=0.5, made=3),
         a_job(CANCELLED, seconds=7.0, of_calls=7.0, made=1),

@@ -125,10 +125,11 @@ def build() -> Any:
     return program
 
 
-def test_the_archive_was_built_from_these_sources_and_has_every_launch(
+def test_the_archive_was_built_from_these_sources_and_has_every_kernel_that_is_launched(
     build: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The archive has the digest of the sources, and every variant that is launched, and no others."""
+    """The archive has the digest of the present sources, every variant that .ci/build_kernels.py specifies, and no
+    others."""
     monkeypatch.setattr(launching, "launch_source", launching.launch_source)
     manifest = archive.manifest()
     assert manifest.digest == build.digest(), "the sources have changed: run .ci/kernels write"
@@ -140,9 +141,8 @@ def test_the_archive_was_built_from_these_sources_and_has_every_launch(
         assert file.testzip() is None
 
 
-def test_matrix_products_use_the_matrix_units_of_each_architecture() -> None:
-    """The PTX of each product and attention kernel has an instruction of the tensor cores: mma.sync, or wgmma on Hopper
-    (90a)."""
+def test_product_and_attention_kernels_use_the_tensor_cores_of_each_architecture() -> None:
+    """The PTX of each kernel has an instruction of the tensor cores: mma.sync, or wgmma on Hopper (90a)."""
     units = {"75": ("mma.sync",), "80": ("mma.sync",), "89": ("mma.sync",), "90a": ("wgmma", "mma.sync")}
     for key, variants in archive.manifest().kernels.items():
         if key.startswith(("products", "attention")):
@@ -152,7 +152,8 @@ def test_matrix_products_use_the_matrix_units_of_each_architecture() -> None:
 
 
 def test_a_launch_gives_the_driver_the_grid_and_the_parameters(card: Any) -> None:
-    """The last lines: a kernel is loaded once, and another launch configuration is another kernel."""
+    """A layer norm of 3 tokens of width 320. Its parameters are the tensors' addresses, then the numbers, in the order
+    of the kernel's signature."""
     residual, weight, deferred, output = normed()
     [(numbers, parameters)] = card.library.launches
     rows, warps = LAYER_NORM.candidates[0]
@@ -175,7 +176,8 @@ def test_a_kernel_is_loaded_once_for_each_launch_config(card: Any) -> None:
 def test_a_card_gets_the_newest_architecture_that_it_and_its_driver_support(
     capability: tuple[int, int], version: tuple[int, int], target: str
 ) -> None:
-    """capability: of the GPU. version: the CUDA version of its driver. target: in the PTX."""
+    """capability: of the GPU. version: the CUDA version of its driver; NEW suffices for all kernels. target: the
+    architecture in the chosen PTX."""
     kernels = archive.manifest().kernels
     key = next(name for name in kernels if name.startswith("products.tile_by_tile i8 fp32 i8 fp32 fp16"))
     _, ptx = archive.variant((key,), capability, version)
@@ -183,7 +185,8 @@ def test_a_card_gets_the_newest_architecture_that_it_and_its_driver_support(
 
 
 def test_a_kernel_that_copies_tiles_gets_a_tensor_map_of_each_operand(card: Any) -> None:
-    """On Hopper, the hardware copies tiles by descriptions that the driver makes: two factors, and the output."""
+    """On Hopper, the hardware (TMA) copies tiles by tensor maps, descriptions that the driver makes: here of two
+    factors and of the output."""
     card.capability = (9, 0)
     given = torch.zeros(70, 320).half()
     weight = torch.zeros(2560, 320).half()
@@ -200,8 +203,8 @@ def test_a_kernel_that_copies_tiles_gets_a_tensor_map_of_each_operand(card: Any)
 
 
 def test_a_kernel_is_loaded_and_launched_on_the_card_of_its_tensors(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """on_card makes the tensors' device the current one. seen: the numbers of modules and launches when it begins and
-    ends."""
+    """on_card makes the tensors' device the current one. seen: the numbers of loaded modules and of launches when its
+    context begins and ends."""
     seen: list[Any] = []
 
     @contextlib.contextmanager
@@ -228,7 +231,7 @@ def test_cards_of_different_architectures_load_different_kernels(card: Any) -> N
 
 
 def test_launches_without_a_compiled_kernel_are_refused(card: Any) -> None:
-    """A launch config, a dtype, a misaligned address and a width that the archive has no kernel for."""
+    """The archive has no kernel for, in this order: a launch config, a dtype, a misaligned address, and a width."""
     with pytest.raises(Refusal, match="no kernel “tokens.layer_norm_rows .*” for this GPU .compute capability 8.6"):
         normed((7, 1))
     with pytest.raises(Refusal, match="no kernel .*float64"):
@@ -244,7 +247,7 @@ def test_launches_without_a_compiled_kernel_are_refused(card: Any) -> None:
 def test_errors_of_the_driver_are_raised_with_its_reason(
     card: Any, call: str, status: int, kind: type[Exception]
 ) -> None:
-    """Status 2 is the driver's out of memory."""
+    """call: the driver's function that fails. status: what it returns; 2 is out of memory."""
     card.library = Library(**{call: status})
     with pytest.raises(kind, match=f"{call}: error {status}"):
         normed()
@@ -258,12 +261,14 @@ def test_errors_of_the_driver_are_raised_with_its_reason(
 def test_too_old_cards_and_drivers_are_refused(
     card: Any, capability: tuple[int, int], version: tuple[int, int], said: str | None
 ) -> None:
+    """capability: of the GPU. version: the CUDA version of its driver. said: a part of the reason; None: not
+    refused."""
     card.capability, card.library = capability, Library(version)
     found = launching.why_not(GPU)
     assert found is None if said is None else said in str(found)
 
 
-def test_without_a_driver_the_backend_gives_the_reason(
+def test_without_a_driver_the_native_backend_says_that_the_driver_cannot_be_loaded(
     card: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(driver, "LIBRARY", "no-such-library.so.1")
@@ -271,8 +276,8 @@ def test_without_a_driver_the_backend_gives_the_reason(
     assert "driver cannot be loaded" in str(launching.why_not(GPU))
 
 
-def test_a_library_without_the_drivers_functions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that can be loaded and lacks functions, as CUDA's stubs and other makers' libraries."""
+def test_a_library_that_lacks_functions_of_the_driver_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's stubs and other makers' libraries can be loaded in the driver's place, but lack functions."""
     class Stub:
         cuDriverGetVersion = Function(lambda out: 34)
 
@@ -301,8 +306,8 @@ def test_a_library_without_the_drivers_functions_is_refused(monkeypatch: pytest.
 
 
 def rewritten(path: Path, change: Any, compression: int = zipfile.ZIP_DEFLATED) -> None:
-    """Write an archive with changed members to a path. change: takes the members by name, of which there are two, the
-    manifest and LAYER_NORM_FILE, and returns the changed ones."""
+    """Write an archive with changed members to a path. change: takes two of the members by name, the manifest and
+    LAYER_NORM_FILE, and returns the members to write."""
     with zipfile.ZipFile(archive.ARCHIVE) as whole:
         members = {"manifest.json": whole.read("manifest.json"), LAYER_NORM_FILE: whole.read(LAYER_NORM_FILE)}
     with zipfile.ZipFile(path, "w", compression) as damaged:
@@ -311,7 +316,7 @@ def rewritten(path: Path, change: Any, compression: int = zipfile.ZIP_DEFLATED) 
 
 
 def in_manifest(change: Any) -> Any:
-    """A damage (see DAMAGES) that replaces the manifest's content by change(content)."""
+    """A function that writes an archive whose manifest is change(manifest); see DAMAGES."""
     def changed(members: dict[str, bytes]) -> dict[str, bytes]:
         content = json.loads(members["manifest.json"])
         return {**members, "manifest.json": json.dumps(change(content)).encode()}
@@ -320,7 +325,8 @@ def in_manifest(change: Any) -> Any:
 
 
 def of_each_kernel(change: Any) -> Any:
-    """A damage that replaces the list of each variant in the manifest by change(list)."""
+    """A function that writes an archive in whose manifest the list of each kernel variant is change(list); see
+    DAMAGES."""
     return in_manifest(lambda content: {**content, "kernels": {
         key: {one: change(list(given)) for one, given in variants.items()}
         for key, variants in content["kernels"].items()
@@ -363,7 +369,8 @@ DAMAGES: dict[str, Any] = {
 
 @pytest.fixture
 def damaged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """The path at which the archive is looked up in this test. There is no file yet: the test writes a damaged one."""
+    """The path at which the archive is looked up in this test. There is no file yet: the test writes a damaged one
+    there."""
     monkeypatch.setattr(archive, "ARCHIVE", tmp_path / "kernels.zip")
     archive.manifest.cache_clear()
     archive.text_of.cache_clear()
@@ -374,7 +381,7 @@ def damaged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_archive_makes_the_backend_say_install_onediff_again(card: Any, damaged: Path, damage: Any) -> None:
-    """Not an exception, whatever is wrong with the file (DAMAGES)."""
+    """No exception is raised, whatever is wrong with the file. damage: writes such a file to a path; see DAMAGES."""
     with pytest.MonkeyPatch.context() as undamaged:
         undamaged.setattr(archive, "ARCHIVE", Path(archive.__file__).with_name("kernels.zip"))
         damage(damaged)
@@ -383,7 +390,8 @@ def test_a_damaged_archive_makes_the_backend_say_install_onediff_again(card: Any
 
 @pytest.mark.parametrize("share", [0.0, 0.05, *(number / 20 for number in range(2, 20))])
 def test_changed_bytes_anywhere_in_the_archive_are_found(card: Any, damaged: Path, share: float) -> None:
-    """A member that is whole is read; a member or manifest with changed bytes is refused."""
+    """Either the manifest is refused, or at least one member; members without changed bytes can be read. share: where
+    the changed bytes begin, as a part of the archive's length."""
     with pytest.MonkeyPatch.context() as undamaged:
         undamaged.setattr(archive, "ARCHIVE", Path(archive.__file__).with_name("kernels.zip"))
         flipped(damaged, share)
@@ -400,10 +408,10 @@ def test_changed_bytes_anywhere_in_the_archive_are_found(card: Any, damaged: Pat
     assert refused or "install OneDiff again" in str(launching.why_not(GPU))
 
 
-def test_kernels_that_cannot_be_read_are_refused_once_and_the_next_device_serves(
+def test_an_archive_that_cannot_be_read_is_opened_once_and_the_next_backend_computes(
     card: Any, damaged: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """reads: how often the archive was opened."""
+    """reads: an item for each time the archive was opened."""
     reads: list[int] = []
     monkeypatch.setattr(native, "refuse_without_gpu", lambda device: None)
 
@@ -420,10 +428,10 @@ def test_kernels_that_cannot_be_read_are_refused_once_and_the_next_device_serves
     assert reads == [1]
 
 
-def test_a_failed_load_is_refused_for_good_and_tried_again_only_after_out_of_memory(
+def test_a_kernel_that_cannot_be_loaded_is_tried_again_only_after_out_of_memory(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """errors: of each load, in order; None is a load without an error. The fourth would be a second load of the broken
+    """errors: what each load raises, in order; None: nothing. The fourth would be raised by a second load of the broken
     kernel."""
     device = native.Native(TuningCache())
     full, broken = (native.KernelUse(name, (), torch.float32, torch.device("cpu")) for name in ("full", "broken"))

@@ -1,4 +1,5 @@
-"""Layouts: every change of a weight's shape, strides or dtype is found, also one that torch counts as no edit."""
+"""Layouts notes the shapes, strides and dtypes of weights, and finds every later change of them, also one that torch
+does not count as an edit."""
 from __future__ import annotations
 
 import gc
@@ -46,6 +47,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 def test_every_change_of_a_layout_is_found(
     change: Callable[[Any], object], quick: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """quick: whether torch has a fast comparison that Layouts trusts; that must find the change, too."""
     monkeypatch.setattr(layouts, "quick_comparison_is_right", lambda: quick)
     tensors = weights()
     noted = Layouts(tensors)
@@ -60,7 +62,7 @@ def test_every_change_of_a_layout_is_found(
 @pytest.mark.parametrize("mode", [
     torch.no_grad, torch.inference_mode, torch.enable_grad, lambda: torch.autocast("cpu", torch.bfloat16),
 ])
-def test_the_same_layouts_are_the_same_in_every_mode_of_torch(mode: Callable[[], AbstractContextManager[Any]]) -> None:
+def test_unchanged_layouts_are_the_same_in_every_mode_of_torch(mode: Callable[[], AbstractContextManager[Any]]) -> None:
     tensors = weights()
     noted = Layouts(tensors)
     for _ in range(3):
@@ -71,7 +73,7 @@ def test_the_same_layouts_are_the_same_in_every_mode_of_torch(mode: Callable[[],
         assert noted.are_same(tensors)
 
 
-def test_no_tensor_is_kept_alive() -> None:
+def test_layouts_keep_no_tensor_alive() -> None:
     tensors = weights()
     noted = Layouts(tensors)
     assert noted.are_same(tensors)

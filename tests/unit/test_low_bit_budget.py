@@ -1,5 +1,5 @@
-"""Low-bit's error budget: the measured errors of a checkpoint, the classes of layers that are left out, and when they
-are measured again."""
+"""The error budget of low-bit (how far 8-bit layers may change the UNet's output): the measured errors of a checkpoint,
+the classes of layers that stay out of 8 bits, and when they are measured again."""
 from __future__ import annotations
 
 from typing import Any
@@ -43,8 +43,8 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @torch.no_grad()
 def with_outliers(unet: nn.Module, end: str, norms: float = 1.0) -> nn.Module:
-    """The weights of one input of these layers are a hundred times larger than the others, which lose precision under a
-    common scale. norms: a factor for norms, so that two checkpoints differ."""
+    """Make the weights of one input a hundred times larger in the layers whose names end so; under a common scale, the
+    other weights then lose precision. norms: a factor for norms, so that two checkpoints differ."""
     for name, parameter in unet.named_parameters():
         if name.endswith(end):
             parameter[:, 0] *= 100
@@ -84,9 +84,11 @@ def exact(unet: nn.Module, call: UNetCall) -> Tensor:
 # --- measurements, and classes that are left out ----------------------------------------------------------------------
 
 
-def test_a_class_with_outliers_is_left_out_and_the_rest_is_within_the_budget(on_a_gpu: StandInOperators) -> None:
-    """The weights of one class of layers, the feed-forward's output, have outliers that 8 bits represent badly. The
-    error in the status is that of the output against our exact operators."""
+def test_a_layer_class_with_outliers_stays_out_of_8_bits_and_the_rest_is_within_the_budget(
+    on_a_gpu: StandInOperators
+) -> None:
+    """The weights of the feed-forwards' output layers have outliers, which 8 bits represent badly. The error in the
+    status is that of the output against our exact operators."""
     unet = compiled(with_outliers(half_unet(), "ff.net.2.weight"), budget=0.04)
     call = half_call(unet, timestep=300.0)
     output = served(unet, call)
@@ -103,8 +105,9 @@ def test_a_class_with_outliers_is_left_out_and_the_rest_is_within_the_budget(on_
 
 
 @pytest.mark.parametrize("option", KINDS_OF)
-def test_the_whole_step_is_within_any_budget_or_exact(on_a_gpu: StandInOperators, option: str) -> None:
-    """The larger the budget, the more classes of layers are in 8 bits."""
+def test_the_error_of_the_whole_output_is_within_any_budget(on_a_gpu: StandInOperators, option: str) -> None:
+    """Errors are relative to the output of our exact operators. If no class of layers is within the budget, these
+    compute. A larger budget puts at least as many classes in 8 bits. option: a value of the setting low_bit."""
     last = 0
     for budget in (0.0, 0.005, 0.02, 0.05, 0.119):
         unet = compiled(half_unet(), option, budget)
@@ -125,11 +128,11 @@ def test_the_whole_step_is_within_any_budget_or_exact(on_a_gpu: StandInOperators
 # --- when classes are measured ----------------------------------------------------------------------------------------
 
 
-def test_each_half_of_an_image_is_measured_once_at_its_first_step(
+def test_errors_are_measured_once_in_each_half_of_the_timesteps_at_the_first_call(
     on_a_gpu: StandInOperators, passes: list[int]
 ) -> None:
-    """passes: forwards that were made to measure errors: without 8 bits, with each of the six classes alone, and with
-    all. Errors differ between the first and the second half of an image's steps."""
+    """Errors differ between the two halves of a sampling. passes has an item for each forward that measures: without 8
+    bits, with each of the six classes alone, and with all."""
     unet = compiled(half_unet(), budget=0.1)
     counts = []
     for timestep in (981.0, 950.0, 700.0, 1000 * MIDDLE, 300.0, 250.0, 1.0):
@@ -145,7 +148,8 @@ def test_each_half_of_an_image_is_measured_once_at_its_first_step(
 def test_the_second_measurement_can_exclude_more_layers_and_graphs_are_captured_again(
     on_a_gpu: StandInOperators, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the first half is measured, a class gets a large error, which the measurement of the second half finds."""
+    """After the first half of the timesteps is measured, a class gets a large error, which the measurement of the
+    second half finds."""
     unet = compiled(half_unet(), budget=0.1)
     call = None
     for _ in range(3):
@@ -153,10 +157,10 @@ def test_the_second_measurement_can_exclude_more_layers_and_graphs_are_captured_
         served(unet, call)
     assert served_by() == (EIGHT, "graph") and classes_in_eight_bits() == set(CLASSES)
     real = LowBitRoute._output
-    worst = runtime.devices.lossy.low_bit
+    low_bit = runtime.devices.lossy.low_bit
 
     def output(self: LowBitRoute, network: Any, lossy: Any, call: UNetCall, layers: Any) -> Tensor:
-        classes = worst.classes(network.bound.layout)
+        classes = low_bit.classes(network.bound.layout)
         bad = any(classes[layer] == CROSS_OUT for layer in layers)
         return real(self, network, lossy, call, layers) * (2 if bad else 1)
 
@@ -174,8 +178,8 @@ def test_the_second_measurement_can_exclude_more_layers_and_graphs_are_captured_
 
 
 def test_a_new_checkpoint_is_measured_and_a_new_lora_is_not(on_a_gpu: StandInOperators, passes: list[int]) -> None:
-    """A checkpoint is known by its norms and biases, which a LoRA leaves as they are. A1111 loads another checkpoint
-    into the same modules. Errors of the first one are remembered."""
+    """A checkpoint is recognised by its norms and biases, which a LoRA leaves as they are. A1111 loads another
+    checkpoint into the same modules. When the first checkpoint is loaded again, its errors are still known."""
     unet = compiled(half_unet(), budget=0.1)
     served(unet, half_call(unet))
     first = found()
@@ -200,6 +204,8 @@ def test_a_new_checkpoint_is_measured_and_a_new_lora_is_not(on_a_gpu: StandInOpe
 def test_measured_errors_are_read_by_the_next_process(
     on_a_gpu: StandInOperators, passes: list[int], tmp_path: Any
 ) -> None:
+    """Opening the cache folder again, with nothing in memory, stands for the next process. Errors that are purged from
+    the disk are measured again."""
     runtime.open_cache(tmp_path)
     before = compiled(half_unet(), budget=0.1)
     call = half_call(before)
@@ -223,8 +229,8 @@ def test_measured_errors_are_read_by_the_next_process(
 
 
 def a_choice(budget: float, found: Any = None, classes: str = "abc", **errors: float) -> Choice:
-    """A Choice with one layer in each class. found: the content of the store. errors: measured errors of a class or of
-    several."""
+    """A Choice with one layer in each class. found: the content of the store. errors: measured errors of a class (a) or
+    of several together (abc)."""
     layers = {name: name for name in classes}
     choice = Choice("a model", dict.fromkeys(layers, FP8), layers, budget, found)
     for names, error in errors.items():
@@ -232,9 +238,9 @@ def a_choice(budget: float, found: Any = None, classes: str = "abc", **errors: f
     return choice
 
 
-def test_the_error_of_classes_not_measured_together_is_estimated_as_of_independent_errors() -> None:
-    """0.03 and 0.04 are estimated as 0.05 together. A measurement of the combination replaces the estimate; a class
-    that was never measured is chosen, so that it is measured."""
+def test_the_error_of_classes_not_measured_together_is_estimated_as_if_they_were_independent() -> None:
+    """Errors of 0.03 and 0.04 are estimated as 0.05 together. A measurement of the classes together replaces the
+    estimate. A class that was never measured is chosen, so that it is measured."""
     known = {"a": 0.03, "b": 0.04, "c": 0.001}
     assert a_choice(0.051, **known).chosen == ("a", "b", "c") and a_choice(0.049, **known).chosen == ("a", "c")
     assert a_choice(0.02, **known).chosen == ("c",) and a_choice(0.0005, **known).chosen == ()
@@ -248,6 +254,7 @@ def test_the_error_of_classes_not_measured_together_is_estimated_as_of_independe
     {"a": [-1, {}]}, {"a": [2, {}]}, {"a": [0.1, {"b": 1.5}]},
 ])
 def test_invalid_stored_errors_are_measured_again(value: Any) -> None:
+    """value: what the store has in place of a checkpoint's errors; Choice describes valid ones."""
     choice = a_choice(0.1, value, "a")
     assert choice.error is None and choice.awaits == BOTH and choice.chosen == ("a",)
     choice = choice.measured(("a",), FIRST_HALF, 0.5)

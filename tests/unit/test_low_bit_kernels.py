@@ -1,4 +1,4 @@
-"""The kernels that produce 8-bit rows of tokens, against float64, and residuals after 8-bit products."""
+"""The kernels that produce 8-bit rows of tokens, compared with float64; and residuals after 8-bit products."""
 from __future__ import annotations
 
 from itertools import product
@@ -47,9 +47,9 @@ def given_back(rows: QuantizedTokens) -> Tensor:
 
 
 def assert_rounded(rows: QuantizedTokens, exact: Tensor) -> None:
-    """Check rows in eight bits against the exact ones (..., width): every value differs by at most half a step; in
-    float8, small values by at most 2**-10 of the scale, and only on a GPU. With one scale for each row, the scale fits
-    the row's largest magnitude."""
+    """Check rows in eight bits against the exact ones (..., width): every value differs by at most half a quantization
+    step; in float8, small values by at most 2**-10 of the scale, and only on a GPU. With one scale for each row, the
+    scale fits the row's largest magnitude."""
     back = given_back(rows)
     one_scale = rows.scales.numel() == 1
     scales = rows.scales.double() if one_scale else rows.scales.double().view(*rows.shape, 1)
@@ -65,17 +65,18 @@ def assert_rounded(rows: QuantizedTokens, exact: Tensor) -> None:
 
 
 @grid(
-    stream_of=list(product([torch.float16, torch.bfloat16, torch.float32], [True, False])),
+    residual_of=list(product([torch.float16, torch.bfloat16, torch.float32], [True, False])),
     shape=[(2, 7, 96), (3, 33), (1, 1, 1280)],
     kind=KINDS,
     scaled=[True, False],
 )
-def test_a_layer_norm_of_a_residual_is_quantized_within_half_a_step(
-    shape: tuple[int, ...], stream_of: tuple[torch.dtype, bool], kind: Kind, scaled: bool
+def test_an_8_bit_layer_norm_of_a_residual_is_exact_to_half_a_quantization_step(
+    shape: tuple[int, ...], residual_of: tuple[torch.dtype, bool], kind: Kind, scaled: bool
 ) -> None:
-    """whole: with every field of the residual, as after float8 products: an update in bfloat16, whose rows are not
-    scaled yet. The sum is written back to the residual."""
-    dtype, whole = stream_of  # whole: with every field of the residual
+    """residual_of: the dtype of its tokens, and whether it has every field, as after float8 products: two biases, and
+    an update. scaled: the update is in bfloat16, and its rows are not multiplied by their scales yet. The sum of tokens
+    and update is written back to the residual."""
+    dtype, whole = residual_of
     tokens = random(*shape, dtype=dtype)
     weight = random(shape[-1], dtype=dtype)
     # As after float8 products: in bfloat16, with rows that are not scaled yet.
@@ -99,8 +100,9 @@ def test_a_layer_norm_of_a_residual_is_quantized_within_half_a_step(
 
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("kind", [*KINDS, None], ids=lambda kind: kind and kind.name)
-def test_an_adaptive_norm_is_quantized_with_each_images_modulation(kind: Kind | None, scaled: bool) -> None:
-    """kind None: written in float16. float8's scale is the largest of both images'."""
+def test_an_8_bit_adaptive_norm_applies_the_modulation_of_each_image(kind: Kind | None, scaled: bool) -> None:
+    """kind: the 8-bit format; None: the output is float16. scaled: the update's rows are not multiplied by their scales
+    yet. float8 has one scale for both images, the larger of theirs."""
     tokens = random(2, 7, 96, dtype=torch.float32)
     update = random(2, 7, 96)
     scales = random(2, 7, 1, dtype=torch.float32) if scaled else None
@@ -123,12 +125,13 @@ def test_an_adaptive_norm_is_quantized_with_each_images_modulation(kind: Kind | 
     kind=[*KINDS, None], has_update_norm=[True, False], gated=[True, False], vectors=[0, 1, 2], plus_one=[True, False],
     weights=[torch.float16, torch.float32],
 )
-def test_an_rms_norm_adds_the_residuals_update_with_its_norm_and_gate(
+def test_an_rms_norm_kernel_adds_the_update_of_the_residual_with_its_norm_and_gate(
     kind: Kind | None, has_update_norm: bool, gated: bool, vectors: int, plus_one: bool, weights: torch.dtype
 ) -> None:
-    """has_update_norm, gated: the update has a norm, and a gate. vectors: the number of vectors in the modulation.
-    weights: the dtype of the norms' weights. float8's scale is a power of two that holds the largest possible
-    output."""
+    """kind None: the output is float16. has_update_norm, gated: the update is normed, and multiplied by a gate.
+    vectors: 1: the modulation is a factor; 2: and a shift. plus_one: the norm multiplies by weight + 1, and the
+    update's norm by weight; or the reverse. weights: the dtype of the norms' weights. float8's scale is a power of two
+    that holds the largest possible output."""
     width = 96
     tokens, update, scales = random(2, 7, width, dtype=torch.float32), random(2, 7, width), random(2, 7, 1).float()
     factor, shift, gate = random(2, 3 * width).chunk(3, dim=1)
@@ -165,10 +168,11 @@ def test_an_rms_norm_adds_the_residuals_update_with_its_norm_and_gate(
         assert torch.equal(normed.scales, torch.exp2(exponent.float()).view(1, 1))
 
 
-def test_a_layer_with_a_norm_after_it_and_the_next_norm_take_one_launch_besides_the_product(
+def test_the_norm_after_a_layer_and_the_next_norm_take_one_launch_besides_the_product(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two layers: their outputs are normed, gated, added to the residual, and normed again in one kernel each."""
+    """For each of two layers, one kernel norms its output, multiplies it by a gate, adds it to the residual, and norms
+    the sum."""
     launched: list[str] = []
     launch = rounding.launch
 
@@ -191,14 +195,17 @@ def test_a_layer_with_a_norm_after_it_and_the_next_norm_take_one_launch_besides_
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("activation", [Activation.SILU, Activation.SIGMOID])
-def test_the_output_of_a_gated_unit_is_quantized_within_half_a_step(activation: Activation, kind: Kind) -> None:
+def test_the_8_bit_output_of_a_gated_unit_is_exact_to_half_a_quantization_step(
+    activation: Activation, kind: Kind
+) -> None:
+    """A gated unit (as in SwiGLU) multiplies one half of its input by the activation of the other."""
     numbers, gates = random(2, 5, 2 * 130).chunk(2, dim=-1)
     factor = gates.double().sigmoid() * (gates.double() if activation is Activation.SILU else 1)
     assert_rounded(rounding.gated(numbers, gates, activation, kind), numbers.double() * factor)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_the_output_of_a_gelu_is_quantized_within_half_a_step(kind: Kind) -> None:
+def test_the_8_bit_output_of_a_gelu_is_exact_to_half_a_quantization_step(kind: Kind) -> None:
     tokens = random(3, 5, 130)
     assert_rounded(rounding.rounded(tokens, kind, gelu=True), torch.nn.functional.gelu(tokens.double()))
 
@@ -206,6 +213,7 @@ def test_the_output_of_a_gelu_is_quantized_within_half_a_step(kind: Kind) -> Non
 @pytest.mark.parametrize("config", ends(LAYER_NORM.candidates), ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_every_launch_config_gives_almost_the_same_8_bit_rows(config: tuple[int, int], kind: Kind) -> None:
+    """Over 99 % of the values equal those of the default launch config."""
     tokens = random(7, 96)
     weight = random(96)
     _, normed = rounding.layer_norm(Residual(tokens), weight, None, 1e-5, kind, config)
@@ -216,9 +224,11 @@ def test_every_launch_config_gives_almost_the_same_8_bit_rows(config: tuple[int,
 
 
 @grid(dtype=[torch.float16, torch.bfloat16, torch.float32], kind=KINDS)
-def test_geglu_and_rows_without_an_operation_are_quantized_within_half_a_step(dtype: torch.dtype, kind: Kind) -> None:
-    """unit is the number one for float8 rows with a scale each, by which a product may multiply instead of by the
-    scales."""
+def test_8_bit_rows_of_geglu_and_without_an_operation_are_exact_to_half_a_quantization_step(
+    dtype: torch.dtype, kind: Kind
+) -> None:
+    """float8 rows with a scale each also have `unit`, a tensor with the number one, by which a product may multiply in
+    place of the scales."""
     hidden = random(2, 5, 2 * 96, dtype=dtype)
     gated = rounding.geglu(hidden, kind)
     assert_rounded(gated, exact_geglu(hidden))
@@ -236,8 +246,8 @@ def test_geglu_and_rows_without_an_operation_are_quantized_within_half_a_step(dt
 
 @grid(dtype=[torch.float16, torch.bfloat16], factor=[1.0, 1000.0, 1e5])
 def test_the_scales_of_a_weight_fit_its_largest_values(dtype: torch.dtype, factor: float) -> None:
-    """One row is factor times larger. float8 has one scale for the weight, unless its rows differ by more than 1000;
-    int8 has one for each row."""
+    """factor: one row is this many times larger. float8 has one scale for the weight, unless its rows differ by a
+    factor of more than 1000; int8 has one for each row."""
     weight = random(48, 96, dtype=torch.bfloat16)
     weight[3] *= factor
     weight = weight.clamp(-6e4, 6e4).to(dtype)
@@ -283,9 +293,12 @@ def weights_of(weight: Tensor, bias: Tensor | None = None, kind: Kind = FP8) -> 
 
 
 @pytest.mark.parametrize("result", [torch.float16, torch.bfloat16])
-def test_the_next_norm_and_materialize_add_the_same_update(operators: NativeOperators, result: torch.dtype) -> None:
+def test_the_next_norm_and_updated_add_the_update_of_an_8_bit_product(
+    operators: NativeOperators, result: torch.dtype
+) -> None:
     """After an 8-bit product, the residual has the product's rows and their scales as an update that is not added yet.
-    Both ways to add it are compared with float64."""
+    Both ways to add it, the next norm and updated(), are compared with float64. result: the dtype of weights and
+    tokens."""
     layer = weights_of(torch.randn(WIDTH, WIDTH).to(result))
     vector = torch.randn(WIDTH).to(result)
     tokens = torch.randn(2, 5, WIDTH).to(result)
@@ -304,11 +317,11 @@ def test_the_next_norm_and_materialize_add_the_same_update(operators: NativeOper
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("residual_dtype", [torch.float32, torch.float16])
-def test_a_transformers_feed_forward_in_eight_bits_is_close_to_exact(
+def test_a_transformer_feed_forward_in_eight_bits_is_close_to_float64(
     operators: NativeOperators, kind: Kind, residual_dtype: torch.dtype
 ) -> None:
-    """RMS norms before and after a layer, SwiGLU, and a bias that is multiplied by a gate. A residual in float16 has no
-    kernel: its norm is quantized after torch's operators have computed it."""
+    """It has RMS norms before and after a layer, SwiGLU, and a bias that is multiplied by a gate. For a residual in
+    float16 there is no norm kernel: torch's operators compute the norm, and its output is then quantized."""
     into = torch.randn(2 * WIDTH, WIDTH).half() / 8
     out = torch.randn(WIDTH, WIDTH).half() / 8
     bias = torch.randn(WIDTH).half()

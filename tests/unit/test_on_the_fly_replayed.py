@@ -1,4 +1,5 @@
-"""LoRAs on the fly in graphs: another strength is written to the same memory, and every change is noticed."""
+"""LoRAs on the fly (which the host applies at each use of a weight) in graphs: another strength is written to the
+memory that the graph reads, and every change affects the next output."""
 from __future__ import annotations
 
 import weakref
@@ -68,7 +69,7 @@ def unet(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def checked_route(unet: Any) -> str:
-    """The route of a call, whose output must be the host's."""
+    """The route of a call whose output is close to the host's."""
     call = a_call(unet)
     with torch.no_grad():
         expected = diffusers_output(unet, call)
@@ -88,16 +89,18 @@ def other_lora(unet: Any, patches: dict[str, list[Any]]) -> None:
 
 
 def lora_uncounted(unet: Any, patches: dict[str, list[Any]]) -> None:
-    """An edit of a LoRA that torch does not count."""
+    """Edit a LoRA by .data, which torch does not count as an edit."""
     for entries in patches.values():
         entries[0][1][1][0].data.mul_(-1.5)
 
 
 def weight_uncounted(unet: Any, patches: dict[str, list[Any]]) -> None:
+    """Edit a weight by .data, which torch does not count as an edit."""
     unet.get_submodule(FUSED).weight.data.mul_(-1.5)
 
 
 def one_more(unet: Any, patches: dict[str, list[Any]]) -> None:
+    """Add another LoRA to each layer."""
     for entries in patches.values():
         entries.append(patch(0.4, seed=5))
 
@@ -117,13 +120,13 @@ def none(unet: Any, patches: dict[str, list[Any]]) -> None:
     (other_strength, True, True, True), (one_more, True, False, True), (lora_uncounted, True, True, True),
     (weight_uncounted, True, False, True), (weight_uncounted, True, True, True),
 ], ids=lambda given: getattr(given, "__name__", None))
-def test_a_change_of_loras_between_replays_takes_effect_and_keeps_the_graph_where_memory_suffices(
+def test_changed_loras_affect_the_next_output_and_keep_the_graph_if_they_fit_into_its_memory(
     unet: Any, pretended: PretendedGraphs, change: Callable[[Any, Any], None], copies: bool, in_sampling: bool,
     in_place: bool,
 ) -> None:
-    """Every output is compared with the host's. in_place: the changed weights fit into the memory that the graph reads,
-    so that it is not captured again. copies: the functions are not plain LoRAs, and are applied to copies of the
-    weights. One LoRA more fits into the same memory, whose ranks are filled up (core.layer_weights.RANKS)."""
+    """Every output is compared with the host's. copies: the functions are not plain LoRAs, and are applied to copies of
+    the weights. in_sampling: calls belong to an announced sampling. in_place: whether the graph is kept; one LoRA more
+    also fits, because ranks are padded (core.layer_weights.RANKS)."""
     patches = {path: [patch(0.5)] for path in (FUSED, FUSED.replace("to_k", "to_out.0"))}
     for entries in patches.values() if copies else ():
         entries[0][2] = 0.9  # the strength of the model

@@ -1,4 +1,5 @@
-"""Functions that extensions set on the UNet have the same effect in our forward as in the host's."""
+"""Functions that extensions set on the UNet (patches in transformer_options) have the same effect in our forward as in
+the host's."""
 from __future__ import annotations
 
 from typing import Any
@@ -38,7 +39,7 @@ def grow(h: Tensor, skip: Tensor, options: Options) -> tuple[Tensor, Tensor]:
 
 
 def merged(query: Tensor, key: Tensor, value: Tensor, extra: Options) -> tuple[Tensor, Tensor, Tensor]:
-    """Fewer queries, as with token merging."""
+    """As token merging: halves the number of queries."""
     extra["kept"] = query.shape[1]
     return query[:, ::2], key, value
 
@@ -94,7 +95,8 @@ CASES: dict[str, Options] = {
 
 
 def ours(unet: Any, call: UNetCall, options: Options, read: frozenset[str] = READ) -> UNetCall | str:
-    """The output of our forward for the call with these options, as Forge's adapter reads them."""
+    """The call as Forge's adapter converts it with these options, for our forward. read: the names that the host's
+    forward reads from them."""
     return unet_call(unet, HostCall(call.latent, call.timestep, call.context, None, None, options, {}), False, read)
 
 
@@ -103,9 +105,11 @@ def copied(options: Options) -> Options:
 
 
 @grid(case=list(CASES), size=[(16, 16), (16, 32)])
-def test_our_forward_calls_functions_at_the_same_points_as_the_webuis(case: str, size: tuple[int, int]) -> None:
-    """Each case is as an extension sets functions; `expected` is ldm's forward with these functions at Forge's points.
-    Without them, the output must be another one."""
+def test_our_forward_calls_functions_of_extensions_at_the_same_points_as_the_host_forward(
+    case: str, size: tuple[int, int]
+) -> None:
+    """case: functions as an extension sets them. expected: the output of ldm's forward with these functions at Forge's
+    points. Without the functions, the output must differ."""
     unet = shared_ldm_unet()
     call = a_call(unet, *size)
     options = CASES[case]
@@ -119,9 +123,9 @@ def test_our_forward_calls_functions_at_the_same_points_as_the_webuis(case: str,
 
 
 @pytest.mark.parametrize("case", first(3, ["FreeU", "token merging", "norms", "another context", "block modifiers"]))
-def test_our_forward_with_kernels_calls_functions_at_the_same_points(case: str) -> None:
-    """Native operators pass more than tensors to each other: hidden states and skip that are not yet concatenated, and
-    statistics of an image."""
+def test_our_forward_with_kernels_calls_functions_of_extensions_at_the_same_points(case: str) -> None:
+    """Native operators pass more than tensors to each other (hidden states and skip that are not yet concatenated, and
+    statistics of an image); functions of extensions get tensors. expected: the output of ldm's forward."""
     pytest.importorskip("triton", reason="needs Triton")
     from lib_onediff.devices.cuda.kernels.operators import NativeOperators
 
@@ -143,8 +147,9 @@ def test_our_forward_with_kernels_calls_functions_at_the_same_points(case: str) 
     # A host whose forward does not have this point would not call the function.
     ({PATCHES: {"emb_patch": [free_u]}}, READ - {"emb_patch"}),
 ])
-def test_functions_at_other_points_are_left_to_the_host(options: Options, read: frozenset[str]) -> None:
-    """The call is refused. The last case: a host whose forward does not have this point would not call the function."""
+def test_calls_with_functions_at_unknown_points_are_left_to_the_host(options: Options, read: frozenset[str]) -> None:
+    """read: the names that the host's forward reads. In the last case, it does not read the function's name, and so
+    would never call the function."""
     unet = shared_ldm_unet()
     with pytest.raises(Refusal, match="another extension changes the UNet for this call: "):
         ours(unet, a_call(unet), options, read)
@@ -158,8 +163,8 @@ def test_a_function_that_the_hosts_forward_never_calls_is_ignored(name: str) -> 
 
 
 def test_the_structure_counts_the_blocks_in_which_a_function_is_called() -> None:
-    """Extensions set a function for every block that any UNet may have, and likewise for stages. A graph is chosen by
-    structure."""
+    """Extensions set a function for every block, or every stage, that any UNet may have; only those of this UNet count.
+    A graph is chosen by the structure."""
     unet = shared_ldm_unet()
     blocks = sum(hasattr(module, "attn1") for module in unet.modules())
     stages = {(part, number): own_value for part in ("input", "middle", "output") for number in range(16)}

@@ -1,4 +1,5 @@
-"""Skipping the negative prompt, output forecast, and too few steps for either, in diffusers' pipelines."""
+"""Step policies in diffusers' pipelines: skipping the negative prompt, output forecast, and samplings of too few
+steps."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -65,24 +66,24 @@ def compiled(name: str, layout: dict[str, Any], **options: Any) -> Any:
     return lib_onediff.compile_pipe(pipeline(name, layout), ignores=("vae",), **{"skip_negative_after": 50, **options})
 
 
-@pytest.mark.parametrize(("name", "layout", "more", "early"), [
+@pytest.mark.parametrize(("name", "layout", "more", "skips"), [
     ("StableDiffusionXLImg2ImgPipeline", SMALL_XL, {"steps": 16}, 6),
     ("StableDiffusionInpaintPipeline", SMALL, {"steps": 16}, 6),
     ("StableDiffusionPipeline", SMALL, {"num_images_per_prompt": 2}, 6),
 ])
-def test_calls_without_the_negative_prompt_are_close_to_the_hosts_for_the_prompts_rows(
-    name: str, layout: dict[str, Any], more: dict[str, Any], early: int, called: list[Called]
+def test_calls_that_skip_the_negative_prompt_are_close_to_diffusers_for_the_rows_of_the_prompt(
+    name: str, layout: dict[str, Any], more: dict[str, Any], skips: int, called: list[Called]
 ) -> None:
-    """early: how many of 12 calls compute the prompt's rows alone. Each output is compared with diffusers' own forward:
-    for these calls, of the prompt's rows, repeated for both halves."""
+    """skips: how many of the 12 calls, the last ones, compute only the prompt's rows. Each output is compared with
+    diffusers' own forward: for these calls, of the prompt's rows, repeated for both halves of the batch."""
     oracle = diffusers_unet(**layout, sample_size=8)
     found = generate(compiled(name, layout), **more)
-    assert skipped() == (early, "") and len(called) == 12
+    assert skipped() == (skips, "") and len(called) == 12
     for index, (given, output) in enumerate(called):
         batch = given["sample"].shape[0]
         rows = half_of(batch, is_first=False)
         with torch.no_grad():
-            if index < 12 - early:
+            if index < 12 - skips:
                 expected = oracle(**given, return_dict=False)[0]
             else:
                 expected = oracle(**arguments_of_prompt(given, rows), return_dict=False)[0].repeat(2, 1, 1, 1)
@@ -91,7 +92,11 @@ def test_calls_without_the_negative_prompt_are_close_to_the_hosts_for_the_prompt
     assert skipped() == (0, "") and relative_error(found, exact) > 1e-3
 
 
-def test_in_calls_without_the_negative_prompt_an_ip_adapter_has_the_prompts_image_alone(called: list[Called]) -> None:
+def test_in_calls_that_skip_the_negative_prompt_an_ip_adapter_gets_only_the_image_of_the_prompt(
+    called: list[Called]
+) -> None:
+    """The negative prompt's image embedding is zero. Outputs are compared with diffusers' own forward: in the last 6 of
+    12 calls, of the prompt's rows."""
     pipe = compiled("StableDiffusionPipeline", SMALL)
     oracle = diffusers_unet(**SMALL, sample_size=8)
     load_ip_adapters(pipe.unet, "plain")
@@ -108,14 +113,14 @@ def test_in_calls_without_the_negative_prompt_an_ip_adapter_has_the_prompts_imag
 
 
 @pytest.mark.parametrize(("layout", "more"), [(SMALL, {"guidance_scale": 1.0}), (LCM, {})], ids=["off", "distilled"])
-def test_without_guidance_no_rows_are_skipped(layout: dict[str, Any], more: dict[str, Any]) -> None:
-    """A guidance scale of 1, or a distilled model: such calls have no negative prompt."""
+def test_without_guidance_there_is_no_negative_prompt_to_skip(layout: dict[str, Any], more: dict[str, Any]) -> None:
+    """Guidance is off at a scale of 1, and in a distilled model such as LCM."""
     generate(compiled("StableDiffusionPipeline", layout), steps=16, **more)
     assert skipped() == (0, f"Skipping the negative prompt is inactive: {NO_GUIDANCE}")
 
 
 def test_in_a_pipeline_of_an_unknown_class_the_negative_prompt_is_computed() -> None:
-    """OneDiff knows the order of the rows by the pipeline's class."""
+    """OneDiff knows by the pipeline's class which rows of the batch are the negative prompt's."""
     pipe = pipeline("StableDiffusionPipeline", SMALL)
 
     class OwnPipeline(type(pipe)):
@@ -132,7 +137,8 @@ def test_in_a_pipeline_of_an_unknown_class_the_negative_prompt_is_computed() -> 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["module", "torch.compile"])
 def test_without_a_pipeline_the_negative_prompt_is_computed(wrapped: bool) -> None:
-    """A sampling can be announced with the result of torch.compile too."""
+    """lib_onediff.sampling() announces a sampling of a UNet without a pipeline. wrapped: it is given the result of
+    torch.compile."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL), skip_negative_after=50)
     call = replace(a_call(unet), timestep=torch.full((2,), 500.0))
     with lib_onediff.sampling(torch.compile(unet) if wrapped else unet, range(999, 0, -50)):
@@ -146,7 +152,7 @@ def test_without_a_pipeline_the_negative_prompt_is_computed(wrapped: bool) -> No
 
 
 def drawn(scheduler: str, arguments: dict[str, Any], **options: Any) -> tuple[Tensor, int]:
-    """The latents, and the number of forecast outputs."""
+    """The latents of a generation, and the number of its forecast outputs."""
     pipe = pipeline("StableDiffusionPipeline", SMALL)
     pipe.scheduler = getattr(diffusers, scheduler).from_config(pipe.scheduler.config, **arguments)
     lib_onediff.compile_pipe(pipe, ignores=("vae",), **options)
@@ -162,6 +168,7 @@ def drawn(scheduler: str, arguments: dict[str, Any], **options: Any) -> tuple[Te
 def test_only_first_order_schedulers_without_noise_have_forecasts(
     scheduler: str, arguments: dict[str, Any], forecasts: int
 ) -> None:
+    """forecasts: how many of 12 outputs are forecast. Latents are compared with those without forecasts."""
     exact, none = drawn(scheduler, arguments)
     found, count = drawn(scheduler, arguments, deepcache_interval=3, deepcache_depth=0)
     assert (none, count) == (0, forecasts)
@@ -174,7 +181,7 @@ def test_only_first_order_schedulers_without_noise_have_forecasts(
 
 
 def test_without_a_pipeline_no_output_is_forecast() -> None:
-    """The sampler is unknown then, with and without an announced sampling."""
+    """Only the UNet is compiled, so OneDiff does not know the sampler, even within an announced sampling."""
     pipe = pipeline("StableDiffusionPipeline", SMALL)
     lib_onediff.compile_unet(pipe.unet, deepcache_interval=3, deepcache_depth=0)
     before = runtime.status()["forecast"]["calls"]
@@ -201,11 +208,13 @@ CACHES: dict[str, dict[str, Any]] = {
 def test_policies_need_10_steps_and_16_at_a_guidance_scale_of_a_few_step_model(
     total: int, guidance_scale: float | None, reason: str
 ) -> None:
-    """Up to a scale of 2, it is taken for a model that is distilled to few steps, such as LCM or Turbo."""
+    """Up to a guidance scale of 2, the model is taken for one that is distilled to few steps, such as LCM or Turbo.
+    total: the number of steps. reason: why policies are inactive; "" if they are active."""
     assert Step(0, total, 0.0, False).why_too_few(guidance_scale) == reason
 
 
 def why_whole(pipe: Any, cache: str, steps: int, scale: float) -> str:
+    """Make an image, and return why no step of it was cached or forecast; "" if one was."""
     runtime.stepping.policies = step_policies()
     before = runtime.status()["forecast"]["calls"]
     generate(pipe, steps, guidance_scale=scale)
@@ -216,8 +225,8 @@ def why_whole(pipe: Any, cache: str, steps: int, scale: float) -> str:
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_a_pipelines_guidance_scale_decides_how_few_steps_are_too_few(cache: str) -> None:
-    """why_whole makes an image, and returns why no step of it was spared."""
+def test_the_guidance_scale_of_a_pipeline_decides_how_many_steps_policies_need(cache: str) -> None:
+    """cache: the policy."""
     pipe = compiled("StableDiffusionPipeline", SMALL, skip_negative_after=0, **CACHES[cache])
     assert why_whole(pipe, cache, 12, 1.5) == FEW_STEP_MODEL
     assert why_whole(pipe, cache, 12, 5.0) == ""

@@ -1,4 +1,4 @@
-"""Switches for precision are set around our calls, restored afterwards, and reported if they have no effect here."""
+"""torch's switches for precision (TF32, sums in float16) are set around our calls, and restored afterwards."""
 from __future__ import annotations
 
 import contextlib
@@ -76,7 +76,7 @@ if HAS_NEWER_TF32:
 
 @pytest.mark.parametrize("way", WAYS_OF_HOSTS)
 def test_the_hosts_switches_are_restored_after_our_calls_and_after_an_exception(way: Callable[[], object]) -> None:
-    """way: a way in which a host sets torch's switches. standing() reads them in every way."""
+    """way: a way in which a host sets torch's switches. standing() reads the switches in every way that torch has."""
     way()
     before = standing()
     for value, fault in product((True, False), (None, RuntimeError("a fault"), KeyboardInterrupt())):
@@ -89,7 +89,7 @@ def test_the_hosts_switches_are_restored_after_our_calls_and_after_an_exception(
 
 @pytest.mark.skipif(not HAS_NEWER_TF32, reason="PyTorch has fp32_precision from 2.9 on")
 def test_a_switch_that_inherits_a_wider_setting_still_inherits_it_afterwards() -> None:
-    """torch.backends.fp32_precision applies where a switch is "none"."""
+    """torch.backends.fp32_precision applies to products where their own switch is "none"."""
     generic = torch.backends.fp32_precision
     try:
         torch.backends.cuda.matmul.fp32_precision = "none"
@@ -113,8 +113,8 @@ def test_a_switch_that_cannot_be_written_leaves_all_switches_as_they_were(monkey
 
 
 def test_threads_set_switches_one_after_the_other() -> None:
-    """Otherwise the thread that ends last would restore values that the other had set. seen: what the second thread
-    reads as the WebUI's value while the first has set the other one."""
+    """If two threads set switches at once, the one that ends last would restore the other's values. seen: the WebUI's
+    value as the second thread reads it, while the first has set the opposite."""
     before = standing()
     first_is_in = threading.Event()
     seen = []
@@ -140,8 +140,9 @@ def test_threads_set_switches_one_after_the_other() -> None:
 # --- the switches for each setting ------------------------------------------------------------------------------------
 
 
-def test_accumulation_full_keeps_the_webuis_switches_and_half_sets_the_faster_ones() -> None:
-    """flags_for returns the switches that are set around a call. That of float16 reductions is the WebUI's in both."""
+def test_accumulation_full_keeps_the_switches_of_the_webui_and_half_sets_the_faster_ones() -> None:
+    """flags_for returns the switches that are set around a call. With both values of the setting, the switch for
+    float16 reductions is the WebUI's."""
     flags = lambda **values: dict(flags_for(Settings(**values), torch.float32, GPU))  # noqa: E731
     for value in (True, False):
         torch.backends.cuda.matmul.allow_tf32 = value

@@ -1,4 +1,5 @@
-"""The choices of precision reach our calls, are part of a shape's key, and are restored."""
+"""The settings for precision reach our calls, are part of the key of a shape's table entry, and are restored
+afterwards."""
 from __future__ import annotations
 
 import logging
@@ -34,7 +35,7 @@ def as_on_a_gpu(settings: Any, dtype: torch.dtype, device: torch.device, upcast_
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """A CPU with the switches of a GPU. The list has the value of one switch at each of our calls."""
+    """A CPU with the switches of a GPU. The list has the value of the switch for TF32 products at each of our calls."""
     switch = SWITCHES[TF32_MATMUL]
     before = switch.state()
     switch.write(False)
@@ -56,9 +57,8 @@ def choose(**values: Any) -> None:
     runtime.configure(Settings(**values))
 
 
-def test_the_option_accumulation_is_set_during_our_call_only(gpu: list[bool]) -> None:
-    """gpu: the value of the switch for TF32 products at each of our calls. Each value has an entry of its own, which is
-    checked."""
+def test_the_setting_accumulation_sets_the_tf32_switch_only_during_our_calls(gpu: list[bool]) -> None:
+    """The output is compared with the host's. Each value of the setting has a table entry of its own."""
     unet = diffusers_unet()
     lib_onediff.hosts.diffusers.unet.attach(unet)
     call = a_call(unet)
@@ -74,8 +74,10 @@ def test_the_option_accumulation_is_set_during_our_call_only(gpu: list[bool]) ->
 
 
 @pytest.mark.usefixtures("fresh_route")
-def test_the_option_accumulation_is_set_during_our_decode(gpu: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """stood: the value of the switch for TF32 products within the decode. Each value has an entry of its own."""
+def test_the_setting_accumulation_sets_the_tf32_switch_during_our_vae_decodes(
+    gpu: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """stood: the value of the switch within each decode. Each value of the setting has a table entry of its own."""
     stood: list[bool] = []
     resize = torch_ops.resize
 
@@ -96,8 +98,8 @@ def test_the_option_accumulation_is_set_during_our_decode(gpu: list[bool], monke
 
 @pytest.fixture
 def overflowing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Attention that overflows unless it is computed in float32, as SD 2.1's does in float16. The list has the choice
-    at each call."""
+    """Attention that overflows unless it is computed in float32, as SD 2.1's does in float16. The list has, for each
+    attention, whether float32 was asked for."""
     attention = torch_ops.attention
     asked: list[bool] = []
 
@@ -113,8 +115,7 @@ def overflowing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def test_attention_that_overflows_is_computed_again_in_float32_and_remembered(
     overflowing: list[bool], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """overflowing: at each attention, whether float32 was asked for; NaN is returned if not. The warning is logged
-    once, and other sizes begin in float32."""
+    """The output is compared with the host's. A warning is logged once, and calls at other sizes begin in float32."""
     unet = lib_onediff.compile_unet(diffusers_unet())
     call = a_call(unet)
     with caplog.at_level(logging.WARNING, "onediff"):
@@ -128,8 +129,9 @@ def test_attention_that_overflows_is_computed_again_in_float32_and_remembered(
     assert len(caplog.messages) == 1
 
 
-def test_a_model_whose_own_forward_overflows_is_served_by_ours(caplog: pytest.LogCaptureFixture) -> None:
-    """There is no finite output to compare ours with. It is used unchecked, which is logged once."""
+def test_our_forward_computes_a_model_whose_own_forward_overflows(caplog: pytest.LogCaptureFixture) -> None:
+    """The host's output is NaN, so that ours cannot be compared with it. Ours is used unchecked, which is logged
+    once."""
     unet = diffusers_unet()
     runtime.adopt(unet)
     call = a_call(unet)

@@ -111,10 +111,11 @@ ODD = {
     [*((case, (64, 64)) for case in CASES.values()), *((case, (88, 72)) for case in ODD.values())],
     ids=[*CASES, *(f"{name} at 88x72" for name in ODD)],
 )
-def test_a_compiled_pipelines_image_is_within_1_of_255_and_an_uncompiled_ones_is_equal(
+def test_a_compiled_pipeline_is_within_1_of_255_of_diffusers_and_equal_when_uncompiled(
     case: tuple, size: tuple[int, int]
 ) -> None:
-    """Every call of the compiled pipeline is computed by our forward."""
+    """Our forward computes every UNet call of the compiled pipeline. case: the pipeline's class, the UNet's layout, the
+    scheduler. size: width and height."""
     pipe = pipeline(*case)
     expected = image_of(pipe, *size)
     assert expected.std() > 0.05 and numpy.isfinite(expected).all()
@@ -129,6 +130,7 @@ def test_a_compiled_pipelines_image_is_within_1_of_255_and_an_uncompiled_ones_is
 
 
 def test_uncompiling_one_of_two_pipelines_that_share_a_unet_uncompiles_both() -> None:
+    """Images of the second pipeline are compared with those before it was compiled."""
     from diffusers import StableDiffusionImg2ImgPipeline
 
     pipe = pipeline("StableDiffusionPipeline", SMALL)

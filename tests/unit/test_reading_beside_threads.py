@@ -43,6 +43,7 @@ def written_meanwhile(write: Callable[[str], object]) -> Iterator[None]:
 
 
 def flipping(space: dict) -> Callable[[str], object]:
+    """A function for written_meanwhile that adds names to a dictionary, and removes them again at every 50th."""
     def write(name: str) -> None:
         space[name] = types.ModuleType(name)
         if len(space) % 50 == 0:
@@ -60,8 +61,8 @@ def modules() -> Iterator[dict]:
 
 
 def test_code_is_read_while_another_thread_imports(modules: dict) -> None:
-    """A garbage collection, which may happen whenever an object is made, lets another thread run. Here it adds modules
-    to sys.modules, as an import does."""
+    """A garbage collection, which may happen whenever an object is made, may let another thread run. Here it adds
+    modules to sys.modules itself, as an import in that thread would."""
     unet = diffusers_unet()
     numbers = count()
     found = len(Code([type(unet)]).functions)
@@ -78,7 +79,7 @@ def test_code_is_read_while_another_thread_imports(modules: dict) -> None:
 
 
 def test_a_snapshot_of_an_objects_attributes_is_made_while_another_thread_sets_them() -> None:
-    """vars() of an object changes its size meanwhile, at which Python's iteration raises."""
+    """The size of the object's vars() changes meanwhile, so that iterating over it in Python raises."""
     held = types.SimpleNamespace(of_a_user=1)
     with written_meanwhile(flipping(vars(held))):
         for _ in range(300):
@@ -106,6 +107,8 @@ class Lazy(OrderedDict):
 
 
 class LazySet(set):
+    """A set that cannot be copied or iterated over."""
+
     def __init__(self, one: object, other: object) -> None:
         super().__init__({one, other})
 
@@ -117,8 +120,8 @@ class LazySet(set):
 
 @pytest.mark.parametrize("kind", [Lazy, LazySet])
 def test_containers_of_foreign_classes_are_read_without_calling_their_methods(kind: type) -> None:
-    """Lazy and LazySet raise if they are iterated over or copied. Their contents must still be found, and be in
-    snapshots and digests."""
+    """kind: a class whose objects raise if they are iterated over or copied. Their contents must still be found, and be
+    in snapshots and digests."""
     mapping = kind(gc, len)
     assert objects_in(mapping) == [len]
     assert snapshot(mapping) == snapshot(kind(gc, len)) != snapshot(kind(gc, max))

@@ -17,6 +17,7 @@ from lib_onediff.serving.queue import Limits, Queue, Request
 
 
 def in_an_event_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Make a test of a coroutine function, by running it in an event loop for at most 600 s."""
     @functools.wraps(test)
     def run(**given: Any) -> None:
         asyncio.run(asyncio.wait_for(test(**given), 600))
@@ -70,7 +71,7 @@ async def answers(queue: Queue, requests: list[Request]) -> list[Any]:
 
 @in_an_event_loop
 async def test_requests_are_begun_in_order_and_each_gets_its_own_image() -> None:
-    """Of 200 requests on two replicas; the one that fails gets a sentence with the status 500."""
+    """There are 200 requests on two replicas. The one that fails gets a sentence with the status 500."""
     replicas = Replicas(fails_at=(7,))
     queue = Queue(replicas.make, Limits(waiting=200), lanes=2)
     got = await answers(queue, [request(seed) for seed in range(200)])
@@ -90,6 +91,7 @@ async def test_requests_are_begun_in_order_and_each_gets_its_own_image() -> None
 ])
 @in_an_event_loop
 async def test_a_request_outside_the_limits_is_refused_with_a_sentence_and_not_begun(changes: dict[str, Any]) -> None:
+    """changes: the fields that are outside the limits; each alone is enough."""
     replicas = Replicas()
     (refusal,) = await answers(Queue(replicas.make, Limits(), lanes=1), [replace(request(), **changes)])
     assert refusal.status_code == 422 and refusal.detail.endswith(".")
@@ -97,9 +99,9 @@ async def test_a_request_outside_the_limits_is_refused_with_a_sentence_and_not_b
 
 
 @in_an_event_loop
-async def test_a_full_queue_refuses_and_a_client_that_disconnects_makes_room() -> None:
-    """A task that is cancelled is a client that has disconnected: one whose image is being made (0), and one that waits
-    (1)."""
+async def test_a_full_queue_refuses_a_request_and_a_client_that_disconnects_frees_its_place() -> None:
+    """Cancelling a task stands for a client that disconnects: one whose image is being made (request 0), and one that
+    waits (request 1)."""
     replicas = Replicas()
     replicas.go.clear()
     queue = Queue(replicas.make, Limits(waiting=3), lanes=1)
@@ -121,7 +123,8 @@ async def test_a_full_queue_refuses_and_a_client_that_disconnects_makes_room() -
 
 @in_an_event_loop
 async def test_an_image_is_begun_again_when_its_replica_dies_and_given_up_after_three_tries() -> None:
-    """Request 2 kills every replica, request 3 the first one only. The other images are made once."""
+    """Every replica that begins request 2 dies, and the first one that begins request 3. The other images are made
+    once."""
     replicas = Replicas(ends_at={2: 99, 3: 1})
     queue = Queue(replicas.make, Limits(tries=3), lanes=2)
     got = await answers(queue, [request(seed) for seed in range(8)])
@@ -134,8 +137,8 @@ async def test_an_image_is_begun_again_when_its_replica_dies_and_given_up_after_
 
 
 @in_an_event_loop
-async def test_at_shutdown_waiting_requests_are_answered_and_new_ones_refused() -> None:
-    """end() returns once all are answered; a second call of it returns at once."""
+async def test_at_shutdown_waiting_requests_get_their_images_and_new_ones_are_refused() -> None:
+    """Queue.end() returns once all are answered; a second call of it returns at once."""
     replicas = Replicas()
     replicas.go.clear()
     queue = Queue(replicas.make, Limits(), lanes=2)

@@ -33,7 +33,8 @@ def for_the_browser() -> dict[str, Any]:
 
 
 def test_a_choice_without_effect_on_this_machine_has_a_note_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here there is neither an NVIDIA GPU nor OneFlow; the note is of one choice, "half"."""
+    """The machine has neither an NVIDIA GPU nor OneFlow. Of the option Accumulation, only the choice "half" gets a
+    note."""
     monkeypatch.setattr(effects, "has_oneflow", lambda: False)
     options = for_the_browser()["options"]
     notes = options["onediff_accumulation"]["notes"]
@@ -50,7 +51,7 @@ def test_graph_memory_is_marked_as_useless_only_without_a_gpu(monkeypatch: pytes
 
 
 def test_a_speed_button_sets_the_options_of_presets_and_no_others() -> None:
-    """The speed Exact sets the defaults."""
+    """The button "Exact" sets them to their defaults."""
     known = for_the_browser()
     assert list(known["speeds"]) == ["Exact", "Balanced", "Fast", "Draft"]
     for speed in known["speeds"].values():
@@ -70,8 +71,8 @@ def test_a_speed_button_sets_the_options_of_presets_and_no_others() -> None:
 def test_a_wrong_stored_value_is_logged_and_costs_no_other_option(
     stored: dict[str, Any], expected: dict[str, Any], logged: list[str], caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """stored: from the WebUI's file, of which options of older versions and wrong values are removed; other programs'
-    values stay. logged: a part of each message, all of which appear only once."""
+    """stored: OneDiff's values in the WebUI's settings file. Options of older versions and wrong values are removed
+    from it; other extensions' values stay. logged: a part of each message; loading again logs none."""
     opts = Options()
     opts.data.update({host_key(name): value for name, value in stored.items()}, other=1)
     assert settings_tab.stored_settings(opts) == Settings(**expected)
@@ -113,6 +114,7 @@ def test_a_cache_folder_that_cannot_be_written_is_logged_at_the_start(
 def test_an_invalid_value_is_logged_with_a_sentence_and_the_old_value_stays(
     key: str, value: Any, part: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """part: a part of the message."""
     opts, _ = options_with_reports()
     opts.set("onediff_prewarm", "64x64")
     before = dict(opts.data)
@@ -149,9 +151,11 @@ def test_a_users_text_is_escaped_in_a_warning(monkeypatch: pytest.MonkeyPatch) -
     ("prewarm", "most used 4", ""), ("enabled", True, ""), ("low_bit_budget", "0.02", ""), ("backend", "auto", ""),
     ("backend", "warp", "This must be one of auto, native"),
 ])
-def test_the_page_learns_what_is_wrong_with_a_value_before_it_is_applied(name: str, value: Any, says: str) -> None:
-    """says: a part of the sentence beside the field; "" for a valid value. The answer also has the values in force,
-    which stay."""
+def test_the_settings_page_shows_what_is_wrong_with_a_value_before_it_is_applied(
+    name: str, value: Any, says: str
+) -> None:
+    """says: a part of the sentence in the answer to the page; "" for a valid value. The answer also has the values in
+    force, which this request does not change."""
     key = host_key(name)
     markup = settings_tab.checked_for_the_browser(json.dumps({key: value}))
     answer = json.loads(html.unescape(markup.partition('="')[2].partition('"')[0]))

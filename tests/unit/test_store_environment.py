@@ -1,5 +1,5 @@
-"""If the disk is full, read-only, locked or gone, OneDiff continues, tells the user why, raises NotKept, and writes
-later."""
+"""If the disk is full, read-only, locked or gone, OneDiff continues, tells the user why, raises NotKept for what the
+user asked to store, and writes later."""
 from __future__ import annotations
 
 import os
@@ -27,8 +27,8 @@ def record(history: History, name: str) -> None:
 def test_rows_that_a_full_or_read_only_disk_refuses_are_reported_and_written_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    """SQLite's own limits raise the same errors. readable_rows: those that can be read meanwhile. A user's requests
-    (pins, purges) raise NotKept at once."""
+    """limit: a PRAGMA by which SQLite raises the errors of such a disk. readable_rows: how many rows can be read
+    meanwhile. A user's requests (pins, purges) raise NotKept at once, and are carried out later."""
     history = opened(tmp_path / "cache")
     connect = sqlite3.connect
 
@@ -63,7 +63,8 @@ def test_rows_that_a_full_or_read_only_disk_refuses_are_reported_and_written_lat
 def test_a_folder_that_can_hold_no_store_is_named_in_the_message(
     tmp_path: Path, kind: str, link: Callable[[Path, Path], None]
 ) -> None:
-    """Nothing is kept, and what waits to be written is limited."""
+    """kind: why it can hold none. Nothing is stored, and the number of rows that wait in memory to be written is
+    limited."""
     (tmp_path / "file").touch()
     if kind == "the folder is a dead link":
         link(tmp_path / "link", tmp_path / "nowhere" / "at all")
@@ -89,7 +90,8 @@ def test_a_folder_that_can_hold_no_store_is_named_in_the_message(
 
 @pytest.mark.skipif(os.name == "nt", reason="a path of POSIX stands for a network share's")
 def test_a_network_share_can_hold_a_store(tmp_path: Path) -> None:
-    """Its URI begins with file:// and the share's host, which SQLite refuses."""
+    """The URI of a folder on a share begins with file:// and the server's name, which SQLite refuses. Share is a path
+    with such a URI."""
     class Share(type(tmp_path)):  # type: ignore[misc]
         def as_uri(self) -> str:
             return super().as_uri().replace("file:///", "file://")
@@ -104,8 +106,8 @@ def test_a_network_share_can_hold_a_store(tmp_path: Path) -> None:
 def test_no_file_is_written_through_a_link_in_the_cache_folder(
     tmp_path: Path, name: str, content: bytes, link: Callable[[Path, Path], None]
 ) -> None:
-    """name: a file that the store uses, is a link to a file elsewhere. Once the link is deleted, everything is
-    written."""
+    """name: a file that the store uses; here, a link to a file elsewhere. content: of that file, which must stay. Once
+    the link is deleted, everything is written."""
     theirs = tmp_path / "theirs"
     folder = tmp_path / "cache"
     theirs.write_bytes(content)
@@ -125,7 +127,7 @@ def test_no_file_is_written_through_a_link_in_the_cache_folder(
 def test_only_the_first_access_waits_long_for_another_programs_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that a program that keeps the lock delays an image at most once. What was recorded meanwhile is written
+    """A program that keeps the lock so delays an image at most once. What was recorded meanwhile is written
     afterwards."""
     monkeypatch.setattr(store_module, "BUSY_SECONDS", 0.2)
     opened(tmp_path).close()
@@ -153,6 +155,7 @@ def test_only_the_first_access_waits_long_for_another_programs_lock(
 
 
 def test_a_cache_folder_deleted_while_in_use_is_made_again(tmp_path: Path) -> None:
+    """What was in the folder is gone; later rows are written."""
     history = opened(tmp_path / "cache")
     history.record(row("64x64"))
     history.commit()

@@ -35,9 +35,9 @@ def decoded(vae: Any, latent: Tensor) -> Tensor:
 # --- diffusers ----------------------------------------------------------------------------------------------------
 
 
-def test_compile_pipe_decodes_by_onediff_and_uncompile_pipe_restores_the_vae() -> None:
-    """Twice compiled, it still decodes once each time. Restored: attributes, and parameters with their memory and
-    counts of edits."""
+def test_after_compile_pipe_onediff_decodes_and_uncompile_pipe_restores_the_vae() -> None:
+    """After a second compile_pipe, OneDiff still decodes a latent once. Restored are the decoder's attributes, and the
+    parameters with their memory and edit counts (_version)."""
     given = pipe()
     latent = a_latent(given.vae.decoder, 5, 7)
     expected, before = decoded(given.vae, latent), state(given.vae)
@@ -76,8 +76,8 @@ def called(decoder: Any, latent: Tensor) -> Tensor:
 def test_onediff_decodes_the_tiles_of_an_extension_that_has_replaced_the_decoders_forward(
     decoder: Any, patches: VaeHooks
 ) -> None:
-    """It sets a forward on the instance, which calls the previous one for parts of the latent: for our hook, `original`
-    is OneDiff's."""
+    """The extension sets a forward on the decoder object, which calls the previous forward for each tile: OneDiff's.
+    The image is compared with that of ldm's own forward, tiled as well."""
     original, latent = decoder.forward, a_latent(decoder, 4, 8)
 
     def tiles(z: Tensor) -> Tensor:
@@ -91,15 +91,18 @@ def test_onediff_decodes_the_tiles_of_an_extension_that_has_replaced_the_decoder
     assert decodes_by_route() == {"ours": 2, "host": 0}
 
 
-def test_when_another_vae_is_loaded_the_status_is_not_the_last_ones(decoder: Any, patches: VaeHooks) -> None:
+def test_when_a_vae_of_an_unsupported_kind_is_loaded_the_status_says_so(decoder: Any, patches: VaeHooks) -> None:
+    """The status must not be that of the VAE before."""
     called(decoder, a_latent(decoder, 4, 4))
     patches.begin_run(torch.nn.Identity())
     assert last_decode() == ("host", OTHER_VAE) and decodes_by_route() == {"ours": 1, "host": 0}
 
 
-def test_a_size_is_checked_once_although_the_host_writes_it_to_an_attribute(decoder: Any, patches: VaeHooks) -> None:
-    """ldm's decoder keeps the shape of its last latent, which is no edit. The host is timed once at each size, by the
-    check."""
+def test_a_size_is_verified_once_although_ldm_writes_each_size_to_an_attribute_of_the_decoder(
+    decoder: Any, patches: VaeHooks
+) -> None:
+    """ldm's decoder keeps the shape of its last latent (last_z_shape), which must not count as an edit. The host is
+    timed once at each size, by the verification."""
     for width in (4, 8, 4, 8):
         called(decoder, a_latent(decoder, 4, width))
     assert decodes_by_route() == {"ours": 4, "host": 0} and decoder.last_z_shape[3] == 8

@@ -1,5 +1,6 @@
-"""Changes that a host makes to bound weights are noticed and followed; weights are bound again only if they moved. And
-every other kind of edit of a compiled UNet affects the next call, with or without a graph."""
+"""Changes that a host makes to the weights of a compiled UNet affect its next output; weights are bound (their
+addresses read) again only if they moved. Every other kind of edit affects the next call, too, with or without a
+graph."""
 from __future__ import annotations
 
 import contextlib
@@ -43,21 +44,25 @@ LAYERS = (
 
 
 class Compiled:
-    """A compiled SDXL-like UNet that has served its call once."""
+    """A compiled SDXL-like UNet that has computed one call."""
 
     def __init__(self) -> None:
         self.unet: Any = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
         self.call: UNetCall = a_call(self.unet)
         self.first = served(self.unet, self.call)
 
-    def assert_output_is_the_hosts(self, call: UNetCall, most: float = 1e-5) -> torch.Tensor:
+    def assert_output_is_that_of_the_host(self, call: UNetCall, most: float = 1e-5) -> torch.Tensor:
+        """Assert that our forward computes this call, with the host's output (relative error below `most`). Returns the
+        host's output."""
         expected = diffusers_output(self.unet, call)
         assert relative_error(served(self.unet, call), expected) < most
         assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
         return expected
 
     def assert_change_is_followed(self, moved: bool) -> None:
-        assert relative_error(self.assert_output_is_the_hosts(self.call), self.first) > 1e-4
+        """Assert that the output has changed as the host's has. moved: whether the weights must have been bound
+        again."""
+        assert relative_error(self.assert_output_is_that_of_the_host(self.call), self.first) > 1e-4
         assert runtime.services.networks[self.unet].bound.epoch.addresses == (2 if moved else 1)
 
 
@@ -68,7 +73,7 @@ def in_place(layer: Any) -> None:
 
 
 def behind_autograds_back(layer: Any) -> None:
-    """An edit that torch does not count, with the same prompt tensors."""
+    """An edit by .data, which torch does not count."""
     layer.weight.data.mul_(1.5)
 
 
@@ -82,7 +87,8 @@ def replaced(layer: Any) -> None:
 
 @grid(path=LAYERS, change=[in_place, behind_autograds_back, pointed_elsewhere, replaced])
 def test_a_change_takes_effect_at_the_next_call_and_moved_weights_are_bound_again(path: str, change: Any) -> None:
-    """An edit in place binds nothing again (epoch.addresses)."""
+    """The output is compared with the host's. change: an edit of the layer at this path. After an edit in place,
+    nothing is bound again (epoch.addresses)."""
     compiled = Compiled()
     change(compiled.unet.get_submodule(path))
     compiled.assert_change_is_followed(moved=change in (pointed_elsewhere, replaced))
@@ -107,7 +113,7 @@ def test_a_layer_that_takes_the_place_of_a_freed_one_is_read_again() -> None:
         del attention.to_q
         attention.to_q = randomise(nn.Linear(width, width, bias=False), seed)
         same_id = same_id or (seed > 0 and id(attention.to_q) == before)  # its position in the order changes at first
-        compiled.assert_output_is_the_hosts(compiled.call)
+        compiled.assert_output_is_that_of_the_host(compiled.call)
     if not same_id:
         pytest.skip("Python gave no layer the id of the one before")
 
@@ -137,7 +143,8 @@ def test_a_parameter_with_the_id_and_address_of_a_freed_one_takes_effect() -> No
 def test_an_edit_of_parameters_made_in_inference_mode_takes_effect_at_the_next_call(
     path: str, inference_context: bool
 ) -> None:
-    """torch counts no edits of inference tensors."""
+    """torch counts no edits of inference tensors. inference_context: whether the call after the edit is made in
+    inference mode, too."""
     with torch.inference_mode():
         compiled = Compiled()
         compiled.unet.get_submodule(path).weight.mul_(1.5)
@@ -159,9 +166,9 @@ def test_a_unet_cast_to_another_dtype_and_back_is_bound_anew_each_time(dtype: to
         assert torch.equal(served(compiled.unet, call), diffusers_output(compiled.unet, call))
         assert lib_onediff.status()["reason"].endswith("is stored as float64")
     else:
-        compiled.assert_output_is_the_hosts(call, 5 * torch.finfo(dtype).eps)
+        compiled.assert_output_is_that_of_the_host(call, 5 * torch.finfo(dtype).eps)
     compiled.unet.float()
-    compiled.assert_output_is_the_hosts(compiled.call)
+    compiled.assert_output_is_that_of_the_host(compiled.call)
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {
@@ -175,7 +182,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("change", [*CHANGES.values(), None], ids=[*CHANGES, "nothing"])
 def test_a_deleted_unet_is_freed_whatever_happened_to_it_before(change: Callable[[Any], object] | None) -> None:
-    """At once, and not only by a garbage collection."""
+    """Without a change it is freed at once; after one, at the latest by a garbage collection."""
     unet = lib_onediff.compile_unet(diffusers_unet())
     served(unet, a_call(unet))
     gc.collect()
@@ -201,8 +208,8 @@ def assert_close_to_host(unet: Any, call: Any, edit: str) -> None:
 def test_each_of_many_random_edits_takes_effect_at_the_next_call_with_graphs(
     pretended: PretendedGraphs, seed: int
 ) -> None:
-    """EDITS: every kind of edit that hosts and extensions make, in a random order, with and without new prompts and
-    samplings."""
+    """Outputs are compared with the host's after each edit. EDITS: every kind of edit that hosts and extensions make,
+    in a random order, with and without new prompts and samplings. seed: of that order."""
     chance = random.Random(seed)
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL), backend=NATIVE)
     call = a_call(unet)

@@ -1,5 +1,5 @@
-"""The axes of the X/Y/Z plot: one for every option of a run. A value holds for its own cell, and a wrong one is
-refused."""
+"""OneDiff's axes of the X/Y/Z plot: one for every option that a generation can set. A value on an axis holds for its
+own cell, and a wrong value is refused."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -95,8 +95,8 @@ def test_adding_the_axes_twice_adds_nothing_and_removing_them_restores_the_plot(
     assert plot.axis_options is listed and listed == others
 
 
-def test_every_option_of_a_run_has_an_axis_and_each_of_its_choices_sets_it() -> None:
-    """Labels are unique. An option without choices has an axis of its type."""
+def test_every_option_of_a_generation_has_an_axis_and_each_of_its_choices_sets_the_option() -> None:
+    """Labels are unique. An option without choices has an axis whose values have the option's type."""
     options = [option for option in fields(Settings) if option.metadata["per_run"]]
     labels = [axis.label for axis in plot_of().axis_options]
     assert len(options) >= 10 and len(set(labels)) == len(labels)
@@ -123,7 +123,7 @@ def test_switches_accept_the_usual_words_for_on_and_off(word: str, meant: bool) 
 
 
 def test_a_value_holds_for_its_cell_alone() -> None:
-    """A WebUI copies the generation for each cell, but only its own attributes: dictionaries are shared."""
+    """For each cell, a WebUI makes a shallow copy of the generation, whose dictionaries are shared."""
     p = Generation()
     before = dict(vars(p))
     overrides = dict(p.override_settings)
@@ -136,7 +136,7 @@ def test_a_value_holds_for_its_cell_alone() -> None:
     assert xyz.settings_of_cell(p, OWN) == OWN
 
 
-def test_axes_override_the_options_of_the_run() -> None:
+def test_axes_override_the_options_of_the_generation() -> None:
     of_the_run = replace(OWN, enabled=False, deepcache_interval=7, low_bit="fp8")
     assert settings_with(of_the_run, enabled="on", deepcache_interval="2") == replace(
         of_the_run, enabled=True, deepcache_interval=2
@@ -148,7 +148,7 @@ def test_axes_override_the_options_of_the_run() -> None:
 
 
 def test_single_options_override_a_preset_whatever_the_order_of_the_axes() -> None:
-    """"Off" wins over the other options."""
+    """But "Off" as a preset, or the option "Use OneDiff" set to off, wins over all other options."""
     one = settings_with(preset=FAST, deepcache_interval="5")
     other = settings_with(deepcache_interval="5", preset=FAST)
     assert one == other and one.deepcache_interval == 5

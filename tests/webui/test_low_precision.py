@@ -1,5 +1,5 @@
 """Weights that the WebUI stores in float8, as A1111's "FP8 weight" and Forge's "Diffusion in Low Bits" do: OneDiff
-computes with them, LoRAs included, and makes the WebUI's images.
+computes with them, LoRAs included, and makes the images of the WebUI alone.
 
 The LoRAs must be mild (give them with --model lora-a=NAME): with large random numbers, the WebUI's own forward in
 float32 differs by a quarter from float64, so nothing can be compared.
@@ -38,6 +38,7 @@ def choose(models: Models, kind: str) -> None:
 
 @pytest.fixture(params=KINDS)
 def low_bits(request: pytest.FixtureRequest, webui: WebUI, sd15: Models) -> Iterator[str]:
+    """Forge or Forge Neo with each value of its option "Diffusion in Low Bits"."""
     if webui.kind != "forge":
         pytest.skip("this is Forge's and Forge Neo's: give its address with --webui URL")
     choose(sd15, request.param)
@@ -45,8 +46,11 @@ def low_bits(request: pytest.FixtureRequest, webui: WebUI, sd15: Models) -> Iter
     choose(sd15, "Automatic")
 
 
-def test_images_with_float8_weights_and_loras_are_the_webuis(webui: WebUI, sd15: Models, low_bits: str) -> None:
-    """Each differs from the one before it, and the last one without a LoRA equals the first to the bit."""
+def test_images_with_float8_weights_and_loras_are_the_same_with_and_without_onediff(
+    webui: WebUI, sd15: Models, low_bits: str
+) -> None:
+    """Requests differ in their LoRAs. Each image differs from the previous one; the last one, without a LoRA, equals
+    the first bit for bit."""
     one, other, locon = (sd15.need(role) for role in ("lora-a", "lora-b", "locon"))
     prompts = [
         PROMPT, with_lora(one, 1), with_lora(one, 0.5), with_lora(other, 1),
@@ -62,7 +66,7 @@ def test_images_with_float8_weights_and_loras_are_the_webuis(webui: WebUI, sd15:
         assert (runs[0].pictures.arrays[0] == runs[-1].pictures.arrays[0]).all()
 
 
-def test_an_image_with_float8_weights_a_controlnet_and_a_lora_is_the_webuis(
+def test_an_image_with_float8_weights_a_controlnet_and_a_lora_is_the_same_with_and_without_onediff(
     webui: WebUI, sd15: Models, controlnet: str, low_bits: str,  # noqa: F811
 ) -> None:
     without = run_on(webui, controlled(webui, controlnet))
@@ -104,8 +108,8 @@ def distance(one: Run, other: Run) -> float:
 
 
 def assert_near(webui: WebUI, request: dict[str, Any], on: Run, off: Run) -> float:
-    """Assert that OneDiff's run is no farther from the WebUI's than a run with another of the WebUI's attention
-    functions. Returns how far it is."""
+    """Assert that the image with OneDiff is about as near to that of the WebUI alone as the WebUI's with another of its
+    attention functions. Returns the distance between the first two."""
     webui.set_options(cross_attention_optimization=OTHER_ATTENTION)
     try:
         rounding = distance(run(webui, request, enabled=False), off)
@@ -117,11 +121,12 @@ def assert_near(webui: WebUI, request: dict[str, Any], on: Run, off: Run) -> flo
 
 
 @pytest.mark.parametrize("cached", [False, True], ids=["", "cached"])
-def test_images_follow_a1111s_fp8_option_with_loras_and_another_checkpoint(
+def test_images_follow_the_fp8_option_of_a1111_with_loras_and_another_checkpoint(
     a1111: WebUI, sd15: Models, cached: bool
 ) -> None:
-    """They are near to the WebUI's (assert_near). After the option is switched off, they are the earlier ones to the
-    bit. OneDiff's runs come first, so that no run of the WebUI alone merges a LoRA for it."""
+    """Images are near to those of the WebUI alone (assert_near). After the option is switched off, images equal those
+    from before bit for bit. OneDiff's runs come first, so that no run of the WebUI alone merges a LoRA for them.
+    cached: A1111's option "Cache FP16 weight for LoRA"."""
     without = run_off(a1111, {})
     plain = run_on(a1111, {})
     a1111.set_options(cache_fp16_weight=cached)

@@ -1,4 +1,5 @@
-"""Changes within one sampling, whose later calls replay the plans of the first ones.
+"""Changes within one sampling. Its first UNet calls make plans: a CUDA graph, with all that is known about calls of one
+signature. Later calls replay the plan of their signature.
 
 For A1111, the Forge family and reForge. On a CPU, tests/webui/extensions/onediff-graphs must be linked into the
 extensions folder of the WebUI at --webui; the cases of other extensions need onediff-neighbours as well.
@@ -61,16 +62,19 @@ def assert_replayed_and_same(webui: WebUI, request: dict[str, Any], moves: int =
     "a fox AND a castle at night",
     "[a fox:a sea:0.5] AND [a castle|a tower]",
 ], ids=["plain", "at half", "at step 3", "in turn", "longer at half", "AND", "AND of both"])
-def test_a_prompt_that_changes_within_a_sampling_is_replayed_with_the_webuis_image(
+def test_a_prompt_that_changes_within_a_sampling_is_replayed_with_the_image_of_the_webui(
     webui: WebUI, sd15: Models, prompt: str
 ) -> None:
-    """As the syntax of prompts has it: from a step on, in turn, or of another length."""
+    """prompt: in the WebUI's syntax, changed from a step on, at every step, or to another length; or several prompts
+    joined by AND."""
     plain = assert_replayed_and_same(webui, {"prompt": "a fox"})
     changed = assert_replayed_and_same(webui, {"prompt": prompt})
     assert_different(plain, changed, "the prompt")
 
 
-def test_a_lora_whose_weight_changes_within_a_sampling_gives_the_webuis_image(webui: WebUI, sd15: Models) -> None:
+def test_a_lora_whose_weight_changes_within_a_sampling_gives_the_image_of_the_webui(webui: WebUI, sd15: Models) -> None:
+    """Another extension halves the weight at step 2, and sets it to 0 at step 5. An image without such changes then
+    equals the one before."""
     need_neighbours(webui)
     request = {"prompt": f"{FOX} <lora:{sd15.need('lora-a')}:{WEIGHT}>"}
     plain = assert_replayed_and_same(webui, request)
@@ -83,7 +87,7 @@ def test_a_lora_whose_weight_changes_within_a_sampling_gives_the_webuis_image(we
 
 
 def test_nothing_of_an_interrupted_sampling_reaches_the_next_one(webui: WebUI, sd15: Models) -> None:
-    """The image after it equals the one before it."""
+    """The same request gives the same image before and after an interrupted one."""
     plain = assert_replayed_and_same(webui, {})
     for seed in (1, 2):
         many = {"prompt": "a castle at night", "steps": 60, "seed": seed, "width": 128, "height": 128}

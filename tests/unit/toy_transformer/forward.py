@@ -14,7 +14,7 @@ from .network import PATCH
 
 
 def output(layout: ToyTransformerLayout, weights: Weights, ops: Operators, call: ToyTransformerCall) -> Tensor:
-    """(batch, channels, height, width)."""
+    """The network's output, (batch, channels, height, width)."""
     layers = TransformerLayers(weights, ops, call.upcast_attention)
     dtype = weights[layout.patches.path].weight.dtype
     rows, columns = (side // PATCH for side in call.latent.shape[-2:])

@@ -102,6 +102,7 @@ class Switch:
         self.route_lookups = 0
 
     def turn(self, on: bool) -> None:
+        """Switch the stand-in on or off. Releases all graphs."""
         from lib_onediff.core.refusal import Refusal
         from lib_onediff.runtime.backend_choice import BackendChoice
         from lib_onediff.runtime.runtime import runtime
@@ -128,6 +129,7 @@ class Switch:
         self.put(runtime.services.holdings, "made", replaying_graphs())
 
     def put(self, holder: Any, name: str, value: Any) -> None:
+        """Replace an attribute until the stand-in is switched off."""
         self._undo.append((holder, name, getattr(holder, name)))
         setattr(holder, name, value)
 
