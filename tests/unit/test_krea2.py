@@ -100,7 +100,7 @@ def test_a_packed_latent_is_unpacked_and_a_call_is_split_by_the_rows_of_its_batc
 
 
 @torch.no_grad()
-def test_with_float32_norms_in_a_bfloat16_model_our_error_is_at_most_a_tenth_above_that_of_diffusers() -> None:
+def test_our_error_in_bfloat16_with_float32_norms_is_at_most_a_tenth_above_that_of_diffusers() -> None:
     """from_pretrained() loads bfloat16 models with norms in float32. Both errors are against a float32 copy of the
     model."""
     transformer = network().bfloat16()

@@ -52,7 +52,7 @@ def fill_after(card: PretendedCard, size: int) -> None:
     leave(card, card.spare(torch.device("cpu")) - size)
 
 
-def test_a_sampling_on_a_full_gpu_frees_graphs_until_the_host_has_memory_and_pinned_graphs_last(
+def test_a_sampling_on_a_full_gpu_frees_graphs_until_the_host_has_memory_pinned_ones_last(
     unet: nn.Module, card: PretendedCard
 ) -> None:
     """begin_sampling() frees memory for the host, and nothing if there is enough. 72x72 is pinned. Each fill_after()

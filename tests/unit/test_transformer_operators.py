@@ -1,5 +1,9 @@
-"""Operators of transformers against float64: grouped and masked attention, norms with modulation, rotary embeddings,
-gated units, residuals with a norm after the layer; and blocks of Z-Image and Krea 2 that are written with them."""
+"""The operators that transformers need, against float64: grouped and masked attention, norms with modulation, rotary
+embeddings, gated units, and layers added to the residual. Also a block of Z-Image and one of Krea 2 that are composed
+of them, against diffusers.
+
+ops: "torch" are the operators by torch's functions, "native" those with our Triton kernels.
+"""
 from __future__ import annotations
 
 from typing import Any
@@ -47,6 +51,7 @@ KEY_HEADS = 2
 
 
 def operators(name: str) -> Operators:
+    """The operators of this name, TORCH or NATIVE."""
     if name == TORCH:
         return torch_ops
     pytest.importorskip("triton", reason="needs Triton")
@@ -95,8 +100,9 @@ MASKS = {"none": no_mask, "padded": of_padded_prompts, "empty prompt": with_an_e
 def test_attention_with_a_mask_and_shared_key_heads_is_close_to_float64(
     mask: str, key_heads: int, dtype: torch.dtype, upcast: bool, newest: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By torch's operators and by our choice of kernels. newest: use torch's own grouped attention (torch 2.5 and
-    newer), if this torch has it. A query that sees no key gives zeros."""
+    """Both the torch operators and Attention, which chooses among kernels, are compared. mask: see MASKS. key_heads:
+    several queries share a key head if it is less than HEADS. newest: whether torch's own grouped attention (torch 2.5)
+    may be used. A query that sees no key gives zeros."""
     if not newest:
         monkeypatch.setattr(torch_ops, "HAS_GQA", False)
     query = random(BATCH, HEADS, TOKENS, HEAD, dtype=dtype)
@@ -113,8 +119,8 @@ def test_attention_with_a_mask_and_shared_key_heads_is_close_to_float64(
 
 
 def test_shared_keys_are_repeated_for_an_attention_kernel_without_grouped_heads() -> None:
-    """class_of: the name of the shape's measurements, which differ from those of an attention with as many key
-    heads."""
+    """Six query heads share two key heads, and GEMM is such a kernel. class_of() names the measurements of a shape:
+    they are not those of an attention with six key heads."""
     shapes = (2, 6, 60, 40), (2, 2, 77, 40)
     given = inputs_of(random, *shapes)
     assert [tuple(part.shape) for part in given] == [shapes[0], shapes[1], shapes[1]]
@@ -132,6 +138,7 @@ NORMS = {
 
 
 def exact_norm(norm: Any, tokens: Tensor, layer: LayerWeights) -> Tensor:
+    """The output of a norm of NORMS in float64."""
     if isinstance(norm, AdaptiveNorm):
         return exact_operators.layer_norm(tokens, torch.ones_like(tokens[0, 0]), None, norm.eps)
     if isinstance(norm, LayerNorm):
@@ -143,8 +150,8 @@ def exact_norm(norm: Any, tokens: Tensor, layer: LayerWeights) -> Tensor:
 def test_a_norm_with_modulation_is_close_to_float64(
     ops: str, norm: str, vectors: int, dtype: torch.dtype, owes: bool
 ) -> None:
-    """vectors: the number of the modulation's vectors (0: none). owes: whether the residual has an update that is still
-    to be added."""
+    """norm: see NORMS; "1 + w" multiplies by 1 + weight. vectors: 0: no modulation; 1: a scale; 2: scale and shift.
+    owes: whether the residual has a gated update that the operator must add first. The new residual is checked too."""
     description: Any = NORMS[norm]
     tokens, update, gate = (random(BATCH, TOKENS, WIDTH, seed=seed) for seed in range(3))
     tokens = tokens.to(dtype)
@@ -174,8 +181,9 @@ def test_a_norm_with_modulation_is_close_to_float64(
 
 @pytest.mark.parametrize("ops", [TORCH, NATIVE])
 @pytest.mark.parametrize("norm", [name for name in NORMS if name != "layer"])
-def test_a_residual_in_float32_is_normed_for_a_layer_in_half_precision(ops: str, norm: str) -> None:
-    """Its values exceed float16's range, and the normed ones do not."""
+def test_a_float32_residual_is_normed_to_the_float16_inputs_of_a_layer(ops: str, norm: str) -> None:
+    """The residual's values exceed float16's range, the normed ones do not. The residual stays in float32, and the
+    normed tokens are close to float64."""
     tokens = 1e5 * random(BATCH, TOKENS, WIDTH)
     description: Any = NORMS[norm]
     layer = LayerWeights(random(WIDTH).half(), None)
@@ -194,10 +202,12 @@ def test_a_residual_in_float32_is_normed_for_a_layer_in_half_precision(ops: str,
 
 @grid(ops=[TORCH, NATIVE], interleaved=[False, True], of_rows=[False, True], normed=[True, False],
       key_heads=[HEADS, KEY_HEADS], dtype=[torch.float32, torch.float16])
-def test_heads_normed_and_rotated_are_close_to_float64(
+def test_queries_and_keys_that_are_normed_and_rotated_are_close_to_float64(
     ops: str, interleaved: bool, of_rows: bool, normed: bool, key_heads: int, dtype: torch.dtype
 ) -> None:
-    """of_rows: whether each row of the batch has its own positions. Values are neither normed nor rotated."""
+    """split_heads() splits a fused projection into queries, keys and values; values are neither normed nor rotated.
+    interleaved: whether a rotated pair is two neighbouring channels or one of each half. of_rows: whether each row of
+    the batch has its own positions."""
     angles = random(*((BATCH,) if of_rows else ()), TOKENS, HEAD // 2)
     rotary = Rotary(angles.cos(), angles.sin(), interleaved)
     norm = LayerWeights(random(HEAD, dtype=dtype), None), RMSNorm("", HEAD, 1e-6)
@@ -224,6 +234,8 @@ def test_heads_normed_and_rotated_are_close_to_float64(
 def test_a_gated_unit_is_close_to_float64_whichever_half_is_the_gate(
     ops: str, activation: Activation, gate_first: bool, dtype: torch.dtype
 ) -> None:
+    """A linear layer computes value and gate at once; the output is value * activation(gate). gate_first: whether the
+    gate is the first half of the layer's outputs."""
     x = random(BATCH, TOKENS, WIDTH, dtype=dtype)
     into = LayerWeights(random(64, WIDTH, dtype=dtype) / 7, None)
     value, gate = functional.linear(x.double(), into.weight.double()).chunk(2, dim=-1)
@@ -257,7 +269,7 @@ def exact_activation(activation: Activation, x: Tensor) -> Tensor:
     return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
 
 
-def test_the_second_half_is_the_gate_in_geglu_and_the_first_in_swiglu() -> None:
+def test_the_gate_is_the_second_half_of_the_channels_in_geglu_and_the_first_in_swiglu() -> None:
     x = random(3, 10)
     first, second = x.chunk(2, dim=-1)
     assert torch.equal(torch_ops.gated(x, GEGLU), first * functional.gelu(second))
@@ -266,8 +278,8 @@ def test_the_second_half_is_the_gate_in_geglu_and_the_first_in_swiglu() -> None:
 
 @pytest.mark.parametrize("ops", [TORCH, NATIVE])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_a_half_precision_layer_is_added_twice_to_a_float32_residual(ops: str, dtype: torch.dtype) -> None:
-    """Without rounding the residual to the layer's dtype."""
+def test_a_float32_residual_stays_in_float32_when_half_precision_layers_are_added(ops: str, dtype: torch.dtype) -> None:
+    """The same layer is added twice in a row; the sum is close to float64."""
     tokens = random(BATCH, TOKENS, WIDTH)
     x = random(BATCH, TOKENS, 32, dtype=dtype)
     layer = LayerWeights(random(WIDTH, 32, dtype=dtype) / 6, None)
@@ -287,7 +299,8 @@ def test_a_half_precision_layer_is_added_twice_to_a_float32_residual(ops: str, d
 def test_a_layer_added_to_the_residual_with_a_norm_and_a_gate_is_close_to_float64(
     ops: str, gated: bool, normed: bool, biased: bool, wide: bool, dtype: torch.dtype
 ) -> None:
-    """Twice. wide: whether the residual's tokens are float32 beside layers in dtype."""
+    """The same layer is added twice in a row. gated, normed: whether its output is multiplied by a gate, and normed
+    before that. wide: whether the residual is in float32, while the layer is in dtype."""
     tokens = random(BATCH, TOKENS, WIDTH, dtype=torch.float32 if wide else dtype)
     x = random(BATCH, TOKENS, 32, dtype=dtype)
     layer = LayerWeights(random(WIDTH, 32, dtype=dtype) / 6, random(WIDTH, dtype=dtype) if biased else None)
@@ -312,6 +325,7 @@ def test_a_layer_added_to_the_residual_with_a_norm_and_a_gate_is_close_to_float6
 
 
 def leaf(path: str, weight: Tensor) -> Linear:
+    """The description of a linear layer with this weight."""
     return Linear(path, weight.shape[1], weight.shape[0])
 
 
@@ -327,14 +341,16 @@ def weights_of(block: nn.Module, **fused: tuple[str, ...]) -> dict[str, LayerWei
 
 
 def with_random_norms(block: nn.Module) -> nn.Module:
+    """The block with random vectors (norm weights, biases) in place of ones and zeros, without gradients."""
     for parameter in block.parameters():
         if parameter.dim() == 1 or not parameter.any():
             parameter.data = random(*parameter.shape) / 2
     return block.to(DEVICE).requires_grad_(False)
 
 
-def test_a_block_of_z_image_written_with_our_operators_is_close_to_diffusers() -> None:
-    """RMS norms before and after each layer, scales and tanh gates without shifts, interleaved rotary, SwiGLU."""
+def test_a_block_of_z_image_composed_of_our_operators_is_close_to_that_of_diffusers() -> None:
+    """It has RMS norms before and after each layer, modulation by scales and tanh gates without shifts, interleaved
+    rotary embeddings, and SwiGLU."""
     code = pytest.importorskip("diffusers.models.transformers.transformer_z_image")
     block: Any = with_random_norms(code.ZImageTransformerBlock(0, WIDTH, 3, 3, 1e-5, True))
     weights = weights_of(
@@ -376,9 +392,9 @@ def test_a_block_of_z_image_written_with_our_operators_is_close_to_diffusers() -
     assert relative_error(torch_ops.materialize(residual), expected) < 1e-5
 
 
-def test_a_block_of_krea_2_written_with_our_operators_is_close_to_diffusers() -> None:
-    """Fewer heads of keys than of queries, a sigmoid gate on the attention, RMS norms that multiply by 1 + weight,
-    modulations with shifts, and a mask of the prompt."""
+def test_a_block_of_krea_2_composed_of_our_operators_is_close_to_that_of_diffusers() -> None:
+    """It has fewer key heads than query heads, a sigmoid gate on the attention, RMS norms that multiply by 1 + weight,
+    modulation with shifts, and an attention mask."""
     code = pytest.importorskip("diffusers.models.transformers.transformer_krea2")
     heads = 4
     key_heads = 2

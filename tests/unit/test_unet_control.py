@@ -1,5 +1,5 @@
-"""Residuals of ControlNets and T2I adapters: in our forward against ldm's own layers, and in compiled UNets of
-diffusers."""
+"""Residuals of ControlNets and T2I adapters: in our forward, against ldm's own layers; and in compiled diffusers UNets,
+against diffusers' own forward."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -32,8 +32,8 @@ CLOSE = 1e-5
 
 
 def residuals_for(unet: torch.nn.Module, call: UNetCall, present: set[int]) -> dict[str, tuple[Tensor | None, ...]]:
-    """A Control with random residuals for the stages of these indices. Those of the middle have the size of the last
-    input stage's."""
+    """Random residuals for each part of an ldm UNet (input, middle, output), as arguments of Control. present: indices
+    of the input and output stages that get one; the list ends with the last of them."""
     shapes: list[torch.Size] = []
     hooks = [block.register_forward_hook(lambda *seen: shapes.append(seen[-1].shape)) for block in unet.input_blocks]
     with a1111_sizes(), torch.no_grad():
@@ -49,9 +49,12 @@ def residuals_for(unet: torch.nn.Module, call: UNetCall, present: set[int]) -> d
 
 
 @grid(present=[{0}, {11}, {0, 1, 2, 5, 8, 11}], part=["input", "middle", "output", "all"], size=[(8, 8), (9, 11)])
-def test_residuals_of_a_control_are_added_at_their_stages(present: set[int], part: str, size: tuple[int, int]) -> None:
-    """present: the stages that have one; fewer than there are stages. Compared with ldm's layers; without them the
-    output differs."""
+def test_residuals_of_a_controlnet_are_added_at_their_stages(
+    present: set[int], part: str, size: tuple[int, int]
+) -> None:
+    """Our output is compared with that of ldm's layers and the residuals added between them, which differs from the one
+    without residuals. present: see residuals_for(). part: the part of the UNet that gets residuals. size: of the
+    latent; odd sizes are resized on the way up."""
     unet = shared_ldm_unet()
     call = a_call(unet, *size)
     parts = residuals_for(unet, call, present)
@@ -61,7 +64,8 @@ def test_residuals_of_a_control_are_added_at_their_stages(present: set[int], par
     assert relative_error(expected, patched_output(unet, call)) > 1e-3
 
 
-def test_residuals_in_float64_are_cast_to_the_networks_dtype() -> None:
+def test_residuals_in_float64_are_cast_to_the_dtype_of_the_network() -> None:
+    """Our output is close to that of ldm's layers with the residual in float32."""
     unet = shared_ldm_unet()
     call = a_call(unet)
     (middle,) = residuals_for(unet, call, {0})["middle"]
@@ -73,7 +77,10 @@ PICTURE = torch.linspace(0, 9, 2 * 3 * 64 * 96).reshape(2, 3, 64, 96).sin()
 
 
 class Scene:
-    """One UNet and one denoising call with the extras of its architecture."""
+    """A diffusers UNet, a call for it, and the residuals that a ControlNet or T2I adapter of random weights makes.
+
+    layout: SD1, SDXL or another configuration of builders; SDXL calls have pooled prompts and size numbers.
+    """
 
     def __init__(self, layout: dict[str, Any]) -> None:
         self.layout = layout
@@ -119,12 +126,13 @@ def controlled(scene: Scene) -> dict[str, Any]:
 
 
 def adapted(scene: Scene, count: int = 4) -> dict[str, Any]:
-    """A T2I adapter's residuals. SDXL's has a fourth one, which the host adds to the middle block's output."""
+    """The first `count` residuals of a T2I adapter. With SDXL, the fourth is added to the middle block's output."""
     return {"down_intrablock_additional_residuals": scene.adapter()[:count]}
 
 
 def one_more(scene: Scene) -> dict[str, Any]:
-    """One residual more than the input stages take: it is for the middle block, or without one is ignored."""
+    """A T2I adapter's residuals and one more than the down blocks take: it is for the middle block, and a UNet without
+    one ignores it."""
     residuals = scene.adapter()
     return {"down_intrablock_additional_residuals": [*residuals, torch.ones_like(residuals[-1])]}
 
@@ -133,9 +141,11 @@ def one_more(scene: Scene) -> dict[str, Any]:
     (SD1, controlled), (SDXL, controlled), (SD1, adapted), (SDXL, adapted), (SDXL, lambda scene: adapted(scene, 2)),
     (SD1, lambda scene: controlled(scene) | adapted(scene, 3)), ({**SD1, "mid_block_type": None}, one_more),
 ], ids=["ControlNet", "SDXL ControlNet", "adapter", "SDXL adapter", "fewer", "both", "no middle block"])
-def test_our_output_with_residuals_is_close_to_the_hosts(
+def test_our_output_with_residuals_is_close_to_that_of_diffusers(
     layout: dict, residuals: Callable[[Scene], dict[str, Any]]
 ) -> None:
+    """residuals: makes the arguments of the UNet's call. Without residuals, diffusers' output differs. fewer: an
+    adapter with two residuals; both: a ControlNet and an adapter."""
     scene = Scene(layout)
     given = residuals(scene)
     bare = scene.output()
@@ -150,11 +160,11 @@ def test_our_output_with_residuals_is_close_to_the_hosts(
 @pytest.mark.parametrize(("layout", "residuals", "steps"), [
     (SDXL, adapted, 2), (SD1, adapted, 2), ({**SD1, "mid_block_type": None}, one_more, 1),
 ], ids=["SDXL adapter", "adapter", "no middle block"])
-def test_the_callers_list_of_residuals_is_emptied_as_the_host_empties_it(
+def test_a_call_takes_residuals_out_of_the_list_of_the_caller_as_diffusers_does(
     layout: dict, residuals: Callable[[Scene], dict[str, Any]], steps: int, options: dict[str, Any]
 ) -> None:
-    """A loop that passes the same list at each step has the adapter at the first step only. options: whether OneDiff or
-    the host computes."""
+    """diffusers' forward pops an adapter's residuals off the list that it gets. A loop that passes the same list at
+    each step has the adapter at the first step only, with OneDiff too. options: whether OneDiff is on or off."""
     scene = Scene(layout)
     (name, given), = residuals(scene).items()
     lists = list(given), list(given)
@@ -174,7 +184,7 @@ def test_the_callers_list_of_residuals_is_emptied_as_the_host_empties_it(
     assert lib_onediff.status()["route"] == ("host" if options else "plain")
 
 
-def test_a_middle_residual_alone_is_ignored_as_the_host_ignores_it() -> None:
+def test_a_residual_for_the_middle_block_alone_is_ignored_as_in_diffusers() -> None:
     scene = Scene(SD1)
     _, middle = scene.controlnet()
     expected = scene.output(mid_block_additional_residual=middle)
@@ -183,8 +193,9 @@ def test_a_middle_residual_alone_is_ignored_as_the_host_ignores_it() -> None:
     assert relative_error(scene.output(mid_block_additional_residual=middle), expected) < CLOSE
 
 
-def test_a_call_with_one_more_residual_is_another_shape() -> None:
-    """A residual that only the host adds must not be served by a shape that was checked without it."""
+def test_a_call_with_one_more_residual_than_the_checked_one_is_close_to_diffusers() -> None:
+    """The fourth residual of an SDXL adapter is for the middle block. A shape that was checked without it must not
+    serve a call that has it."""
     scene = Scene(SDXL)
     residuals = scene.adapter()
     expected = scene.output(down_intrablock_additional_residuals=residuals)
@@ -194,9 +205,11 @@ def test_a_call_with_one_more_residual_is_another_shape() -> None:
     assert relative_error(scene.output(down_intrablock_additional_residuals=residuals), expected) < CLOSE
 
 
-def test_the_host_gets_all_of_an_adapters_residuals_each_time_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It empties the list that it gets. Here it runs twice: to check our output, and again because that was wrong
-    (gated is replaced by a wrong function)."""
+def test_the_forward_of_diffusers_gets_all_residuals_of_an_adapter_each_time_it_runs(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """diffusers' forward empties the list that it gets. For this call it runs twice: to check our output, and to
+    compute the call, because our output is wrong (the operator `gated` is replaced by a wrong function)."""
     scene = Scene(SD1)
     residuals = scene.adapter()
     expected = scene.output(down_intrablock_additional_residuals=residuals)
@@ -207,7 +220,8 @@ def test_the_host_gets_all_of_an_adapters_residuals_each_time_it_runs(monkeypatc
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_an_adapters_residuals_in_the_older_argument_are_left_to_the_host() -> None:
+def test_a_call_with_residuals_of_an_adapter_in_the_deprecated_argument_is_left_to_the_host() -> None:
+    """The output equals diffusers' to the bit, and the reason names the argument to use instead."""
     scene = Scene(SD1)
     residuals = scene.adapter()
     expected = scene.output(down_block_additional_residuals=list(residuals))

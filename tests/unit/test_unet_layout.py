@@ -1,4 +1,4 @@
-"""Reading a UNet's layout: equal architectures, different ones, and those that are refused."""
+"""The layouts that OneDiff reads from UNets: which of them are the same architecture, and which UNets are refused."""
 from __future__ import annotations
 
 from typing import Any
@@ -17,8 +17,9 @@ from lib_onediff.core.refusal import Refusal
 from lib_onediff.families.registry import FAMILIES
 
 
-def test_two_networks_have_the_same_architecture_only_if_their_layouts_are_equal() -> None:
-    """Also layouts that differ only in numbers without parameters, such as an epsilon."""
+def test_different_configurations_have_different_architectures_and_equal_ones_equal_layouts() -> None:
+    """`architecture` is the digest by which OneDiff stores what it measures. It also differs if only numbers without
+    parameters do, such as an epsilon. Two UNets built from one configuration have equal layouts."""
     plain = [*LAYOUTS.values(), {**SD1, "attention_head_dim": 4}, {**SD1, "norm_eps": 1e-6}, {**SD1, "freq_shift": 1},
              {**SD1, "flip_sin_to_cos": False}]
     builders = [lambda config=config: diffusers_structure(config) for config in plain]
@@ -66,6 +67,8 @@ LDM_REFUSALS = [
 def test_an_unsupported_architecture_is_refused_in_one_line(
     structure: Any, config: dict[str, Any], reason: str
 ) -> None:
+    """structure, config: a diffusers or ldm UNet of SD 1.5's configuration with these changes. reason: a pattern in the
+    message."""
     unet = structure({**SD1, **config} if structure is diffusers_structure else config)
     with pytest.raises(Refusal, match=reason) as refusal:
         FAMILIES.read(unet)

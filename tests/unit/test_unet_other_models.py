@@ -1,4 +1,4 @@
-"""Models that OneDiff does not know: compile_unet leaves them exactly as they are and gives a reason."""
+"""Models that OneDiff does not support: compile_unet() leaves their output as it is and gives a reason."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -31,6 +31,7 @@ def flux() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def unconditional() -> tuple[nn.Module, dict[str, Any]]:
+    """A UNet without a prompt."""
     from diffusers import UNet2DModel
 
     model = UNet2DModel(
@@ -41,7 +42,8 @@ def unconditional() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def with_image_prompt() -> tuple[nn.Module, dict[str, Any]]:
-    """A UNet whose whole context is an image's embedding, as Kandinsky's: its projection is like an IP-Adapter's."""
+    """A UNet whose whole context is the embedding of an image, as in Kandinsky. It projects the embedding in a layer
+    like an IP-Adapter's."""
     unet = diffusers_unet(**SD1, encoder_hid_dim=24, encoder_hid_dim_type="image_proj")
     call = a_call(unet)
     return unet, {
@@ -61,7 +63,8 @@ MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, dict[str, Any]]], str]] = 
 def test_a_model_that_onediff_does_not_support_gives_its_own_output_and_a_message(
     build: Callable, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Equal to the bit. Nothing of OneDiff is left on it after uncompile_unet."""
+    """After compile_unet(), the output equals the model's own to the bit, and the log and the status have the reason.
+    After uncompile_unet(), the model's attributes are those it had before."""
     model, given = build()
     attributes = dict(randomise(model).__dict__)
     expected = model(**given)
@@ -85,8 +88,8 @@ def test_a_model_that_onediff_does_not_support_gives_its_own_output_and_a_messag
 
 
 def test_a_unet_with_an_ip_adapter_is_computed_by_the_host_if_the_call_has_no_image_prompt() -> None:
-    """Our forward computes an IP-Adapter's layers only with an image prompt in the call, and would leave the adapter
-    out."""
+    """Our forward computes the IP-Adapter's layers only if the call has an image prompt; without one it would leave the
+    adapter out. The UNet is still read as the same architecture."""
     from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
 
     unet = lib_onediff.compile_unet(diffusers_unet())

@@ -1,5 +1,9 @@
-"""No black images: a decode that overflows, ours or the host's, is repeated in a wider dtype, with a reason, and later
-decodes of the VAE use that dtype. Also the option VAE precision."""
+"""No black images: a decode that overflows in float16, by OneDiff or by the host, is repeated in a wider dtype, and the
+user reads why. Later decodes of this VAE begin in that dtype. Also the option VAE precision.
+
+Such a finding about a VAE (its verdict, NOT_FINITE) is stored. decode() is a decode by OneDiff, if it supports it; Host
+counts the host's own decodes. types: the dtypes of OneDiff's decodes in order.
+"""
 from __future__ import annotations
 
 import copy
@@ -41,7 +45,7 @@ KNOWN = "decoded in float32, because this VAE overflows in float16"
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let VAE precision fp16 decode in float16 on a CPU too, as on a GPU."""
+    """Have the option VAE precision fp16 decode in float16 on the CPU, as on a GPU."""
     monkeypatch.setattr("lib_onediff.runtime.vae.wider_type.SLOW_ON_CPU", ())
 
 
@@ -51,16 +55,18 @@ def shown(picture: Tensor) -> Tensor:
 
 
 def parameters_of(decoder: Any) -> list[Any]:
+    """Address, dtype, strides, version and a copy of each parameter."""
     return [(p.data_ptr(), p.dtype, p.stride(), p._version, p.detach().clone()) for p in decoder.parameters()]
 
 
 def untouched(decoder: Any, before: list[Any]) -> bool:
+    """Whether the parameters are those of an earlier parameters_of()."""
     after = parameters_of(decoder)
     return all(a[:4] == b[:4] and torch.equal(a[4], b[4]) for a, b in zip(after, before, strict=True))
 
 
 def count_decodes(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
-    """The dtypes of our decodes from here on: a list that grows with each one."""
+    """A list to which each decode by OneDiff adds its dtype from here on."""
     types: list[torch.dtype] = []
     run = Decoding.run
 
@@ -78,7 +84,8 @@ def count_decodes(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
 def test_a_decode_that_overflows_in_float16_gives_the_image_of_float32_and_a_message(
     make: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The image is in float16 and at most one level from that of the VAE in float32. The host does not decode."""
+    """The image, in float16, differs by at most one of 255 levels from the one that a float32 copy of the VAE decodes.
+    The host does not decode, and its VAE is unchanged."""
     decoder, latent = overflowing_in_float16(make)
     before = parameters_of(decoder)
     host = Host(decoder)
@@ -94,8 +101,8 @@ def test_a_decode_that_overflows_in_float16_gives_the_image_of_float32_and_a_mes
 def test_later_decodes_of_an_overflowing_vae_begin_in_float32(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And so do those of a copy of it, but not of another VAE, or with other weights: the verdict belongs to the
-    weights."""
+    """The verdict belongs to the weights: decodes of a copy of the VAE begin in float32 too; those of another VAE of
+    the same architecture, and of the same VAE with other weights, begin in float16."""
     decoder, latent = overflowing_in_float16()
     host = Host(decoder)
     types = count_decodes(monkeypatch)
@@ -123,7 +130,8 @@ def test_later_decodes_of_an_overflowing_vae_begin_in_float32(
 def test_after_an_edit_of_an_overflowing_vae_float16_is_tried_again(
     in_inference_mode: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The verdict that it overflows is of the old weights. types: the dtypes of our decodes, with the repeated ones."""
+    """The verdict belongs to the weights before the edit, which here changes one value. The new weights overflow too.
+    in_inference_mode: whether the VAE is made and edited in torch.inference_mode()."""
     with torch.inference_mode(in_inference_mode):
         decoder, latent = overflowing_in_float16()
         host = Host(decoder)
@@ -140,7 +148,7 @@ def test_after_an_edit_of_an_overflowing_vae_float16_is_tried_again(
 def test_later_processes_decode_an_overflowing_vae_in_float32_until_a_purge(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The verdict is stored with the tuned choices; a purge of the disk forgets it."""
+    """The verdict is stored on disk with the tuned choices of kernels, and purge_disk() removes it."""
     decoder, latent = overflowing_in_float16()
     runtime.history.open(tmp_path)
     runtime.tuning_cache.attach(runtime.history.tuned, runtime.history.tune)
@@ -158,7 +166,9 @@ def test_later_processes_decode_an_overflowing_vae_in_float32_until_a_purge(
     assert types == [torch.float32, torch.float16, torch.float32], "forgotten with the rest"
 
 
-def test_a_vae_that_does_not_overflow_is_decoded_once_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decode_that_does_not_overflow_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three decodes in float16, close to those of a float32 copy. The host decodes once, to check the first one. No
+    verdict is stored."""
     host = Host(diffusers_vae().decoder.half())
     types = count_decodes(monkeypatch)
     latent = a_latent(host.decoder)
@@ -171,7 +181,8 @@ def test_a_vae_that_does_not_overflow_is_decoded_once_in_float16(monkeypatch: py
 
 
 def test_an_overflowing_vae_without_memory_for_float32_is_decoded_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which has float32's range, and half of its bytes."""
+    """bfloat16 has float32's range, and half of its bytes. Here each decode in float32 runs out of memory. The reason
+    names both."""
     decoder, latent = overflowing_in_float16()
     run = Decoding.run
     types: list[torch.dtype] = []
@@ -190,10 +201,10 @@ def test_an_overflowing_vae_without_memory_for_float32_is_decoded_in_bfloat16(mo
     assert relative_error(picture.float(), in_float32(decoder, latent)) < 6e-2
 
 
-def test_a_vae_with_nan_weights_gives_the_hosts_image_and_a_message(
+def test_a_vae_with_nan_weights_gives_the_image_of_the_host_and_a_message(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No dtype helps, so that no verdict on float16 is stored."""
+    """The decode in float32 is not finite either, so that no verdict on float16 is stored."""
     decoder = diffusers_vae().decoder.half()
     latent = a_latent(decoder)
     with torch.no_grad():
@@ -212,10 +223,10 @@ def test_a_vae_with_nan_weights_gives_the_hosts_image_and_a_message(
     assert not [name for name in runtime.history.tuned() if name.startswith("VAE")], "no verdict on float16"
 
 
-def test_a_latent_with_nan_is_decoded_once_and_the_message_names_the_unet_as_the_cause(
+def test_a_latent_with_nan_is_not_decoded_again_and_the_message_names_the_unet_as_the_cause(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No wider dtype would help."""
+    """No wider dtype would help. OneDiff decodes once, and the host once more: the image is the host's."""
     decoder = diffusers_vae().decoder.half()
     latent = a_latent(decoder)
     latent[0, 0, 2, 2] = float("nan")
@@ -238,8 +249,8 @@ TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 def test_the_option_vae_precision_chooses_the_dtype_of_our_decode(
     choice: str, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """stored: the dtype of the VAE's weights, which stay as they are, and of the image. The host decodes once, for the
-    check."""
+    """choice: the option's value. stored: the dtype of the VAE's weights, which are not changed, and of the image. The
+    image is close to that of a float32 copy. The host decodes once, to check the first of two decodes."""
     decoder = diffusers_vae().decoder.to(stored)
     latent = a_latent(decoder)
     runtime.configure(Settings(vae_precision=choice))
@@ -258,7 +269,7 @@ def test_the_option_vae_precision_chooses_the_dtype_of_our_decode(
 
 
 def test_on_a_cpu_vae_precision_fp16_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU takes many times as long in float16. A VAE in float16 stays in it."""
+    """A CPU takes many times as long in float16. Each VAE is decoded in the dtype of its weights, float16 too."""
     monkeypatch.setattr("lib_onediff.runtime.vae.wider_type.SLOW_ON_CPU", {"fp16"})
     types = count_decodes(monkeypatch)
     runtime.configure(Settings(vae_precision="fp16"))
@@ -268,7 +279,11 @@ def test_on_a_cpu_vae_precision_fp16_is_ignored(monkeypatch: pytest.MonkeyPatch)
     assert types == [torch.float32, torch.bfloat16, torch.float16] and last_decode() == ("ours", "")
 
 
-def test_vae_precision_fp16_gives_no_black_image_of_a_vae_that_overflows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_vae_precision_fp16_a_decode_that_overflows_is_repeated_in_float32(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The VAE's weights are in float32. The image differs by at most one of 255 levels from that of the VAE in float32,
+    and the second decode begins in float32."""
     in_half, latent = overflowing_in_float16()
     decoder = copy.deepcopy(in_half).float()
     types = count_decodes(monkeypatch)
@@ -282,7 +297,8 @@ def test_vae_precision_fp16_gives_no_black_image_of_a_vae_that_overflows(monkeyp
 
 @pytest.mark.parametrize("stored", [None, 3, True, "nonsense", {"saw": NOT_FINITE}, [NOT_FINITE]])
 def test_an_unknown_stored_verdict_on_float16_is_ignored(stored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the known verdict (NOT_FINITE) the decode begins in float32, with an unknown one in float16."""
+    """stored: a value in the store that another version or a damaged file may have. With the known verdict (NOT_FINITE)
+    the decode begins in float32, with an unknown one in float16."""
     decoder, latent = overflowing_in_float16()
     types = count_decodes(monkeypatch)
     host = Host(decoder)
@@ -296,7 +312,7 @@ def test_an_unknown_stored_verdict_on_float16_is_ignored(stored: Any, monkeypatc
 
 
 def decode_refused(host: Host, latent: Tensor) -> Tensor:
-    """The image of a decode that OneDiff must leave to the host."""
+    """The image of a decode that OneDiff leaves to the host, because the decoder's forward was replaced."""
     def check() -> None:
         raise Refusal("Decoder.forward was replaced by somebody")
 
@@ -308,11 +324,11 @@ def decode_refused(host: Host, latent: Tensor) -> Tensor:
 @pytest.mark.parametrize("change", [
     lambda picture: picture * float("nan"), lambda picture: torch.cat([picture[:1] / 0, picture[1:]]),
 ])
-def test_a_black_image_of_the_hosts_own_decode_is_decoded_again_in_float32(
+def test_a_black_image_that_the_host_has_decoded_is_decoded_again_by_onediff_in_float32(
     change: Callable[[Tensor], Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """OneDiff leaves the decode to the host, because somebody has replaced its forward, and the host's image is not
-    finite."""
+    """OneDiff leaves the decode to the host (see decode_refused), whose image is not finite. change: makes all of it
+    NaN, or one image of the batch infinite."""
     host = Host(diffusers_vae().decoder.half(), change)
     latent = a_latent(host.decoder, batch=2)
     with caplog.at_level(logging.WARNING, "onediff"):
@@ -324,8 +340,8 @@ def test_a_black_image_of_the_hosts_own_decode_is_decoded_again_in_float32(
     assert decodes_by_route() == {"ours": 1, "host": 0}
 
 
-def test_a_message_says_why_a_black_image_of_the_hosts_was_not_decoded_again(caplog: pytest.LogCaptureFixture) -> None:
-    """A hook of an extension on the decoder: OneDiff must not leave it out."""
+def test_a_message_says_why_a_black_image_of_the_host_is_not_decoded_again(caplog: pytest.LogCaptureFixture) -> None:
+    """An extension has set a hook on the decoder, and a decode by OneDiff would skip it. The image is the host's."""
     host = Host(diffusers_vae().decoder.half(), lambda picture: picture * float("nan"))
     host.decoder.conv_out.register_forward_hook(lambda module, given, output: output)
     latent = a_latent(host.decoder)
@@ -336,8 +352,9 @@ def test_a_message_says_why_a_black_image_of_the_hosts_was_not_decoded_again(cap
     assert len(caplog.messages) == 1 and hooked in caplog.messages[0]
 
 
-def test_our_decode_is_used_where_only_the_hosts_overflows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as a host whose attention has scores in float16. The host decodes once, for the check."""
+def test_our_decode_is_used_if_only_the_decode_of_the_host_overflows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An example is a host that computes attention scores in float16. The host decodes once, to check the first of
+    three decodes: its image with NaN is no reason to discard ours, which are close to those of a float32 copy."""
     host = Host(diffusers_vae().decoder.half(), lambda picture: picture * float("nan"))
     latent = a_latent(host.decoder)
     for _ in range(3):

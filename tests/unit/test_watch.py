@@ -1,4 +1,8 @@
-"""Any change of a module tree that makes it compute something else is noticed."""
+"""A Tree records the modules of a network and the code that they run. is_unchanged() is False after every change by
+which the network may compute something else, so that OneDiff checks the network again.
+
+The digest of a Tree is the key under which what was found out about this code is stored on disk.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -37,7 +41,7 @@ class Block(nn.Module):
 
 
 class Backend:
-    """Code that is reached through data, without a name."""
+    """An object whose method the network calls through data (an attribute or a table), not by a global name."""
 
     factor = 1.0
 
@@ -68,7 +72,7 @@ REGISTRY = Registry()
 
 
 class ByData(nn.Module):
-    """Its code calls methods of objects in a table, in an object and in its own attributes."""
+    """A network whose forward calls methods of objects in a global table, in another object, and in its attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,8 +120,9 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_every_change_of_a_module_tree_is_noticed_but_not_of_its_weights_values(change: str) -> None:
-    """Nor a call, nor a dictionary that is written with equal values."""
+def test_a_tree_is_changed_by_each_change_of_its_modules_but_not_by_new_weight_values(change: str) -> None:
+    """change: see CHANGES. A call of the network, and equal values written into a dictionary, do not change it
+    either."""
     network: Any = Block()
     for module in (network, network.first):
         module.register_forward_hook(louder)
@@ -136,9 +141,11 @@ def test_every_change_of_a_module_tree_is_noticed_but_not_of_its_weights_values(
 @pytest.mark.parametrize(("owner", "name"), [
     (nn.LayerNorm, "forward"), (nn.functional, "layer_norm"), (nn.functional, "linear"), (Block, "forward"),
 ])
-def test_replaced_code_of_classes_and_functions_is_noticed_until_it_is_put_back(
+def test_a_tree_is_changed_while_a_method_or_function_that_the_network_calls_is_replaced(
     owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """owner, name: the class or module, and what is replaced in it. After the original is put back, the tree is
+    unchanged."""
     network = Block()
     tree = Tree(network, frozenset(), frozenset())
     with monkeypatch.context() as patch:
@@ -166,16 +173,17 @@ BY_DATA: dict[str, tuple[Callable[[Any, Any], object], Callable[[Any, Any], Any]
 
 
 @pytest.mark.parametrize("name", BY_DATA)
-def test_replaced_methods_of_objects_that_the_code_reaches_through_data_are_noticed(
+def test_replacing_a_method_of_an_object_reached_through_data_changes_the_tree_and_its_digest(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """BY_DATA: where the object lies (put), and the method that is replaced. The digest names the code in the store."""
+    """BY_DATA: a function that puts the object in its place, and the method or function that is then replaced. The
+    digest differs too. After the original is put back, tree and digest are as before."""
     network = ByData()
     put, replacement = BY_DATA[name]
     monkeypatch.setitem(TABLE, "torch", [Backend()])
     monkeypatch.setattr(REGISTRY, "backend", Backend())
     monkeypatch.setattr(REGISTRY, "scale", double)
-    # Its methods are only reached in this way.
+    # A class of its own, whose method nothing else reaches.
     kind = type("Alone", (), {"__module__": __name__, "scale": Backend.scale})
     put(network, kind)
     tree = Tree(network, frozenset(), frozenset())
@@ -187,7 +195,7 @@ def test_replaced_methods_of_objects_that_the_code_reaches_through_data_are_noti
     assert tree.is_unchanged(network) and Tree(network, frozenset(), frozenset()).digest == digest
 
 
-def test_another_function_in_a_table_on_the_module_is_noticed() -> None:
+def test_another_function_in_a_dictionary_of_the_module_changes_the_tree_and_its_digest() -> None:
     network = ByData()
     tree = Tree(network, frozenset(), frozenset())
     digest = tree.digest
@@ -195,7 +203,10 @@ def test_another_function_in_a_table_on_the_module_is_noticed() -> None:
     assert not tree.is_unchanged(network) and Tree(network, frozenset(), frozenset()).digest != digest
 
 
-def test_a_replaced_function_that_our_operators_call_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replacing_a_function_that_only_our_operators_call_changes_the_tree_and_its_digest(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The network itself does not call scaled_dot_product_attention."""
     network = Block()
     tree = Tree(network, frozenset(), frozenset())
     digest = tree.digest
@@ -233,8 +244,9 @@ def with_a_class() -> None:
 
 @pytest.mark.parametrize("function, reached", [(with_an_object, {compute}), (with_a_class, {make, compute})])
 def test_a_constructor_is_reached_only_from_code_that_names_the_class(function: Any, reached: set[Any]) -> None:
-    """reached: of the functions make (called by the constructor) and compute (by the method). WebUIs have objects from
-    their start, whose constructors reach the whole program."""
+    """Code finds the functions that a function calls. reached: which it finds of make (called by Made's constructor)
+    and compute (called by its method). Code that uses an existing object must not reach its constructor: constructors
+    of a WebUI's objects reach the whole program."""
     assert {make, compute}.intersection(Code([function]).functions.values()) == reached
 
 
@@ -243,9 +255,10 @@ class ByCast(nn.Module):
         return cast(torch.Tensor, x)
 
 
-def test_another_body_of_a_function_of_the_standard_library_is_noticed(
+def test_another_code_object_of_a_standard_library_function_changes_the_tree_and_its_digest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The network calls typing.cast, whose __code__ is replaced and put back."""
     network = ByCast()
     tree = Tree(network, frozenset(), frozenset())
     digest = tree.digest
@@ -256,8 +269,9 @@ def test_another_body_of_a_function_of_the_standard_library_is_noticed(
     assert tree.is_unchanged(network)
 
 
-def test_replacing_torch_load_or_save_keeps_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forge Neo replaces torch.load; OneDiff's own code has methods of that name."""
+def test_replacing_torch_load_or_save_does_not_change_the_tree_or_its_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forge Neo replaces torch.load, which no forward calls. OneDiff's code has methods of these names, which must not
+    be taken for torch's."""
     network = Block()
     tree = Tree(network, frozenset(), frozenset())
     digest = tree.digest
