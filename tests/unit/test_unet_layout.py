@@ -18,8 +18,9 @@ from lib_onediff.families.registry import FAMILIES
 
 
 def test_different_configurations_have_different_architectures_and_equal_ones_equal_layouts() -> None:
-    """`architecture` is the digest by which OneDiff stores what it measures. It also differs if only numbers without
-    parameters do, such as an epsilon. Two UNets built from one configuration have equal layouts."""
+    """`architecture` is a digest of the layout, by which networks share entries of the table of shapes. It also differs
+    if only numbers without parameters do, such as an epsilon. Two UNets built from one configuration have equal
+    layouts."""
     plain = [*LAYOUTS.values(), {**SD1, "attention_head_dim": 4}, {**SD1, "norm_eps": 1e-6}, {**SD1, "freq_shift": 1},
              {**SD1, "flip_sin_to_cos": False}]
     builders = [lambda config=config: diffusers_structure(config) for config in plain]

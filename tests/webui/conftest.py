@@ -1,4 +1,5 @@
-"""Black-box tests of a WebUI with the extension: the demo, or with --webui URL any WebUI that is running."""
+"""Tests of a whole WebUI with the extension, over HTTP and in a browser. The WebUI is the demo, started here, or with
+--webui URL one that is running."""
 from __future__ import annotations
 
 import contextlib
@@ -24,12 +25,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def webui(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebUI]:
-    """The WebUI under test."""
+    """The WebUI under test. A demo that is started here is stopped after the session, and must not have printed a
+    traceback."""
     url = request.config.getoption("--webui", default=None)
     if url:
         yield WebUI(url)
         return
-    # Random weights see every word of a prompt; emoji-sd does not. The documentation shows emoji-sd.
+    # With random weights, every word of a prompt changes the image; with emoji-sd, which the documentation shows, not.
     model = [] if request.config.getoption("--pictures") else ["--model", str(random_model(tmp_path_factory))]
     data_folder = str(tmp_path_factory.mktemp("data"))
     host = HostProcess("--port", "0", "--data-dir", data_folder, *model)
@@ -39,7 +41,7 @@ def webui(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the tiny model of random weights."""
+    """A folder with a tiny SD 1.5 pipeline of random weights."""
     from tiny_model import tiny_sd15_pipeline
 
     folder = tmp_path_factory.mktemp("model") / "random-tiny-sd15"
@@ -73,7 +75,7 @@ def models(request: pytest.FixtureRequest, webui: WebUI) -> Iterator[Models]:
     found = Models(webui, models_named(option("--models", default=None), option("--model", default=[])))
     first = found.loaded()
     yield found
-    with contextlib.suppress(requests.ConnectionError):  # It may have gone in the meantime: still_there tells.
+    with contextlib.suppress(requests.ConnectionError):  # If the WebUI has stopped, still_there has ended the session.
         if first and without_hash(found.loaded()) != without_hash(first):
             webui.set_options(sd_model_checkpoint=first)
 
@@ -88,14 +90,15 @@ def sd15(models: Models) -> Iterator[Models]:
 
 @pytest.fixture(scope="module")
 def first_picture(webui: WebUI, models: Models) -> None:
-    """Make one image first: some WebUIs load the checkpoint with it."""
+    """Makes one image before the tests of a file, since some WebUIs load the checkpoint only then."""
     models.use("sd15")
     webui.txt2img()
 
 
 @pytest.fixture(scope="session")
 def browser(webui: WebUI, tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    """A browser with a new, empty profile, which is closed before the WebUI is stopped."""
+    """A Chromium with a new, empty profile, which is closed before the WebUI is stopped. Without Chromium, the tests
+    are skipped."""
     chromium = shutil.which("chromium")
     chromedriver = shutil.which("chromedriver")
     if not chromium or not chromedriver:
@@ -114,7 +117,7 @@ def browser(webui: WebUI, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def opened(
     request: pytest.FixtureRequest, browser: Any, webui: WebUI, sd15: Models, first_picture: None
 ) -> Any:
-    """The browser with the WebUI's page as the previous test of this file has left it; opened anew after a test that
-    failed. Opening a page takes as long as most tests."""
+    """The browser, with the WebUI's page as the previous test of this file has left it, because opening a page takes as
+    long as most tests. After a test that failed, the page is opened anew."""
     browser.reuse(webui.url, (request.module.__name__, request.session.testsfailed))
     return browser

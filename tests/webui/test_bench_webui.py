@@ -1,4 +1,5 @@
-"""The benchmark of a running WebUI, called as the documentation says. Of the times, only their form is checked."""
+"""The command that benchmarks a running WebUI, called as the documentation says. The times that it prints are not
+checked, except that they are there."""
 from __future__ import annotations
 
 import json
@@ -21,8 +22,8 @@ Bench = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Bench:
-    """The exit status and the output of the command, which runs in this process: a new one would spend its time on
-    imports."""
+    """A function that runs the command with arguments, and returns its exit status, stdout and stderr. The command runs
+    in this process, because a new one would spend its time on imports."""
     def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["bench", "webui", *arguments])
         return main(), *capsys.readouterr()
@@ -30,6 +31,8 @@ def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_benchmark_times_images_without_onediff_with_it_and_with_options(webui: WebUI) -> None:
+    """The output has a row for each of the three, and the host and OneDiff have made the expected numbers of UNet
+    calls."""
     before = webui.calls()
     options = "--size 64x64 --steps 2 --runs 1 --set vae_precision=fp32"
     command = [sys.executable, "-m", "lib_onediff.bench", "webui", webui.url, *options.split()]
@@ -43,10 +46,11 @@ def test_the_benchmark_times_images_without_onediff_with_it_and_with_options(web
     assert [name in row for name, row in zip(("off", "on", "vae_precision=fp32"), rows, strict=True)] == [True] * 3
 
 
-def test_the_line_that_a_user_shares_has_what_was_measured_and_nothing_personal(
+def test_the_files_that_a_user_shares_have_the_measured_values_and_nothing_personal(
     webui: WebUI, bench: Bench, tmp_path: Path
 ) -> None:
-    """PSNR and SSIM are computed again here from the same images. No address, prompt, folder or name is in it."""
+    """--share writes a JSON file and a line of Markdown. The PSNR in them equals that of the same images made again
+    here. No address, prompt, folder or checkpoint's name is in them."""
     status, out, err = bench(webui.url, *f"--size 64x64 --steps 12 --runs 1 --share {tmp_path}".split())
     assert status == 0, out + err
     written = {file.name: file.read_text(encoding="utf-8") for file in tmp_path.iterdir()}
@@ -79,9 +83,11 @@ def test_the_line_that_a_user_shares_has_what_was_measured_and_nothing_personal(
             assert secret not in text
 
 
-def test_the_benchmark_says_in_a_sentence_that_onediff_or_the_webui_is_missing(
+def test_the_benchmark_fails_with_a_sentence_if_onediff_is_off_or_no_webui_answers(
     webui: WebUI, bench: Bench, tmp_path: Path
 ) -> None:
+    """In the second case, a server answers at the address, but no WebUI. Nothing is written to the folder of
+    --share."""
     with webui.options(onediff_enabled=False):
         off = bench(webui.url, "--size", "64x64", "--share", str(tmp_path))
     others = bench(f"{webui.url}/no/such", "--share", str(tmp_path)), bench("http://127.0.0.1:9", "--runs", "1")

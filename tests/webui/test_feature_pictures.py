@@ -1,5 +1,9 @@
-"""Draws a picture of each feature of speed-and-quality.md that a CPU shows, with `install.py --test --pictures` alone:
-the same seeds with several settings, in the demo, beside the seconds an image and the PSNR."""
+"""Draws the pictures of speed-and-quality.md for the options that also work on a CPU. Runs only with
+`install.py --test --pictures`.
+
+A picture has a row of images for each setting, with the same prompts and seed, and beside them the seconds for an image
+and the PSNR.
+"""
 from __future__ import annotations
 
 import math
@@ -28,10 +32,10 @@ ALONE = "Without OneDiff"
 
 @dataclass(frozen=True)
 class Feature:
-    """A picture: a row of images without OneDiff, and one for each setting.
+    """A picture to draw: a row of images without OneDiff, and one for each setting.
 
-    name: of the file. rows: the label of each row, and the script's arguments. model: emoji-sd or emoji-dit. steps:
-    sampling steps of an image.
+    name: the file's name without ".jpg". rows: the label of each row, and the arguments of OneDiff's script. model:
+    the demo's model, emoji-sd or emoji-dit. steps: sampling steps of an image.
     """
     name: str
     rows: dict[str, list[object]]
@@ -75,7 +79,7 @@ FEATURES = (
 
 @dataclass(frozen=True)
 class Row:
-    """The images of one setting, one for each prompt, and the median of their seconds."""
+    """The images of one setting, one for each prompt, and the median of the seconds that they took."""
     images: list[Image.Image]
     seconds: float
 
@@ -85,7 +89,7 @@ class Row:
 
 
 def made(webui: WebUI, steps: int, arguments: list[object]) -> Row:
-    """A row of images, after one image that is not timed. arguments: the script's."""
+    """Make a row of images, after one image that is not timed. arguments: those of OneDiff's script."""
     scripts = {"OneDiff": {"args": arguments}}
     images = []
     seconds = []
@@ -98,7 +102,8 @@ def made(webui: WebUI, steps: int, arguments: list[object]) -> Row:
 
 
 def facts_of(row: Row, alone: Row) -> list[str]:
-    """The seconds of an image, and for a row with OneDiff the speed and the PSNR compared with images without it."""
+    """The text beside a row: the seconds for an image, and for a row with OneDiff the speedup and the PSNR against the
+    row without it (alone)."""
     seconds = f"{row.seconds:.1f} s an image"
     if row is alone:
         return [seconds]
@@ -111,6 +116,8 @@ def facts_of(row: Row, alone: Row) -> list[str]:
 def test_the_picture_of_a_feature_is_drawn(
     feature: Feature, request: pytest.FixtureRequest, tmp_path: Path, standalone: WebUI,
 ) -> None:
+    """Writes .readme/NAME.jpg in the repository, and checks only that it is no empty file. Skipped without
+    --pictures."""
     if not request.config.getoption("--pictures"):
         pytest.skip("drawn with --pictures")
     other = None

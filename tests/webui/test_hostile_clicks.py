@@ -1,4 +1,4 @@
-"""A user who clicks on everything twice, in two tabs, and pastes broken texts."""
+"""A user who double-clicks every button, uses two tabs of the browser, and pastes broken infotexts."""
 from __future__ import annotations
 
 from typing import Any
@@ -43,12 +43,12 @@ MUTATED = (
 
 
 def twice(page: Any, selector: str, least: int = 1) -> None:
-    """Click everything visible twice in a row."""
+    """Click each visible element of the selector twice in a row. least: how many there must be at least."""
     assert page.run(TWICE, selector) >= least, selector
 
 
 def jobs_of(webui: WebUI) -> list[dict[str, Any]]:
-    """The list of jobs, after a check that its numbers agree with one another."""
+    """The server's list of jobs, after a check that the numbers of each job fit together."""
     jobs = webui.get("/onediff/v1/jobs")["jobs"]
     assert all(0 <= job["share"] <= 1 and (job["share"] == 1) == (job["state"] == "done") for job in jobs), jobs
     assert all(job["done"] == job["total"] for job in jobs if job["state"] == "done" and job["kind"] == "comparison")
@@ -59,6 +59,7 @@ def jobs_of(webui: WebUI) -> list[dict[str, Any]]:
 
 
 def pending(webui: WebUI) -> list[dict[str, Any]]:
+    """The jobs that are queued or running."""
     return [job for job in jobs_of(webui) if job["state"] in ("queued", "running")]
 
 
@@ -72,14 +73,15 @@ def errors_of(page: Any) -> list[str]:
 
 
 def reload(page: Any) -> None:
-    """Open the page anew. The browser ends the earlier page's requests, and gradio logs these as errors."""
+    """Reload the page. The only errors in the console may be requests of the earlier page that the browser has
+    ended."""
     assert not errors_of(page)
     page.refresh()
     assert not [error for error in errors_of(page) if not any(ended in error for ended in ENDED_REQUESTS)]
 
 
 def click_everything(page: Any, webui: WebUI) -> None:
-    """Click every button of the demo and of our pages, also those that purge what others have just made."""
+    """Double-click every button of the txt2img tab and of OneDiff's pages, also those that purge what others make."""
     open_advanced(page, "txt2img")
     twice(page, "#txt2img_toprow button", 6)
     twice(page, ".onediff-accordion button", 2)
@@ -91,7 +93,7 @@ def click_everything(page: Any, webui: WebUI) -> None:
     show_settings(page)
     heads = "#settings_onediff .onediff-settings-head button"
     page.wait(lambda: page.run(BUTTONS, heads), "the speeds", 20)
-    # The last resets all, so nothing is there to apply.
+    # The last button resets all settings, so that none is left to apply.
     twice(page, heads, 5)
     twice(page, "#settings_submit")
     page.wait(lambda: not page.run(CHANGED), "defaults, and none that is not applied", 20)
@@ -99,8 +101,8 @@ def click_everything(page: Any, webui: WebUI) -> None:
 
 
 def compare_in_two_tabs(page: Any, webui: WebUI) -> None:
-    """Double-click Compare while an image is made, in two tabs, one of them opened anew in the middle: there is one
-    complete result, and both show it."""
+    """Double-click Compare in two tabs while an image is made, and reload the first tab before its comparison has
+    ended. Each tab's double click makes one comparison, which is completed, and both tabs can show both results."""
     compare = Compare(page, webui)
     compare.show()
     wanted = {"seed": 41, "images": 2, "width": 128, "height": 128, "steps": 10}
@@ -135,7 +137,7 @@ def compare_in_two_tabs(page: Any, webui: WebUI) -> None:
 
 
 def paste_what_is_broken(page: Any, webui: WebUI) -> None:
-    """The page stays usable: unreadable text changes nothing and is never run as markup."""
+    """Paste broken infotexts. The accordion keeps a valid preset, and markup in a text is not run."""
     for text in MUTATED:
         paste(page, "txt2img", f"a fox\n{LEAVES_NO_TRACE}, {text}")
         paste(page, "txt2img", f"a fox\n{LEAVES_NO_TRACE[:len(text) % 40]}{text}")
@@ -144,7 +146,7 @@ def paste_what_is_broken(page: Any, webui: WebUI) -> None:
 
 
 def numbers_agree(page: Any, webui: WebUI) -> None:
-    """After everything else, make an image and check that each page agrees with the status."""
+    """Make an image, and check that the accordion and the Cache page show the times of the server's status."""
     assert "Size: 64x64" in make_picture(page)
     page.open_accordion("onediff_txt2img_accordion")
     page.wait_for_text("onediff_txt2img_status", "64x64", 30)
@@ -158,10 +160,11 @@ def numbers_agree(page: Any, webui: WebUI) -> None:
     page.wait(lambda: milliseconds(row["step_ms"]) in panel.rows().get("64x64", ""), f"{row} in the table", 20)
 
 
-def test_after_clicks_on_everything_twice_in_two_tabs_and_broken_texts_the_page_is_right(
+def test_after_double_clicks_in_two_tabs_and_broken_infotexts_the_page_agrees_with_the_status(
     opened: Any, webui: WebUI
 ) -> None:
-    """No error in the browser's console, no comparison lost or made twice, and every page agrees with the status."""
+    """There is no error in the browser's console, no comparison is lost or made twice, and the accordion and the Cache
+    page show the values of the server's status. The steps are the functions above, in order."""
     page = opened
     show_tab(page, "txt2img")
     errors_of(page)
@@ -180,7 +183,7 @@ def test_after_clicks_on_everything_twice_in_two_tabs_and_broken_texts_the_page_
 
 @pytest.fixture(autouse=True)
 def as_a_new_page(browser: Any) -> Any:
-    """Close all tabs but one, also after a failure."""
+    """Closes all tabs of the browser but one after the test, also if it fails."""
     yield
     first, *others = browser.driver.window_handles
     for other in others:

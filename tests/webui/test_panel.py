@@ -1,4 +1,4 @@
-"""The Cache page of the OneDiff tab, used as a user does: pre-warming, looking, pinning, purging."""
+"""The Cache page of the OneDiff tab in a browser, used as a user does: pre-warm sizes, read the table, pin, purge."""
 from __future__ import annotations
 
 import contextlib
@@ -15,7 +15,7 @@ from webui_panel import TABLE, Panel, served
 
 @pytest.fixture
 def panel(opened: Any, webui: WebUI) -> Panel:
-    """The page, without any resolution."""
+    """The Cache page, after all sizes were purged: its table is empty."""
     def purge() -> None:
         assert webui.post("/onediff/v1/purge", {"all": True}).status_code == 200
 
@@ -27,8 +27,8 @@ def panel(opened: Any, webui: WebUI) -> Panel:
 
 @contextlib.contextmanager
 def while_an_image_is_made(webui: WebUI) -> Iterator[None]:
-    """A context in which an image is made, so that queued sizes do not begin: a call at a large size would go on for a
-    minute after it is cancelled."""
+    """A context in which the WebUI makes an image, so that queued sizes do not begin. A call at a large size would go
+    on for a minute after it is cancelled."""
     generation = InBackground(webui, {**PICTURE, "steps": 150, "width": 128, "height": 128})
     generation.wait_for_step(1)
     try:
@@ -39,7 +39,8 @@ def while_an_image_is_made(webui: WebUI) -> Iterator[None]:
 
 
 def test_a_pre_warm_shows_its_progress_and_makes_the_next_image_ready(panel: Panel, webui: WebUI) -> None:
-    """Without a click on the page. A wrong size is refused, as text."""
+    """The table and the list of jobs are updated without a click. The next image at a pre-warmed size makes no call of
+    the host. A wrong size is refused, and the HTML in it is shown as text."""
     states: set[str] = set()
     shares: set[str] = set()
 
@@ -69,7 +70,8 @@ def test_a_pre_warm_shows_its_progress_and_makes_the_next_image_ready(panel: Pan
 def test_buttons_queue_the_usual_sizes_of_the_loaded_model_and_each_can_be_cancelled(
     panel: Panel, webui: WebUI
 ) -> None:
-    """An image that is made meanwhile keeps them in the queue: some WebUIs' models are large."""
+    """The model is SD 1.5. An image that is made meanwhile keeps the sizes in the queue: some WebUIs' models are large,
+    and a size would take minutes."""
     shown = [family for family in ("SD1", "SD2", "SDXL")
              if any(row.is_displayed() for row in panel.page.driver.find_elements("id", f"onediff_presets_{family}"))]
     assert webui.status()["model"].startswith(("SD1", "SD 1.x")) and shown == ["SD1"]
@@ -91,9 +93,11 @@ def test_buttons_queue_the_usual_sizes_of_the_loaded_model_and_each_can_be_cance
     panel.page.wait(lambda: "queued" not in panel.text("cache_jobs"), "an empty queue", 120)
 
 
-def test_each_image_size_gets_a_row_and_the_selection_stays(panel: Panel, webui: WebUI) -> None:
-    """Selected rows and unfolded details stay when the table is drawn anew. No error in the browser's console after
-    another page's purge."""
+def test_each_image_size_gets_a_row_and_selected_rows_stay_selected_when_the_table_is_updated(
+    panel: Panel, webui: WebUI
+) -> None:
+    """Unfolded details stay unfolded, too. After another client purges all sizes, which are those of the page's filter,
+    there is no error in the browser's console, and new rows are shown."""
     for width in (96, 64):
         webui.txt2img(width=width, height=64)
     panel.page.wait(lambda: all("ms" in panel.rows().get(f"{width}x64", "") for width in (64, 96)), "rows", 30)
@@ -109,7 +113,7 @@ def test_each_image_size_gets_a_row_and_the_selection_stays(panel: Panel, webui:
     assert len(panel.selected()) == 3
     panel.choose("model", webui.status()["model"])
     panel.page.wait(lambda: len(panel.rows()) == 3, "all rows of the only model", 20)
-    # By another page, while this one's filter names what goes.
+    # Another client purges the sizes of the model that this page's filter names.
     panel.page.driver.get_log("browser")
     assert webui.post("/onediff/v1/purge", {"all": True}).status_code == 200
     panel.wait_for_rows()
@@ -119,7 +123,8 @@ def test_each_image_size_gets_a_row_and_the_selection_stays(panel: Panel, webui:
     assert errors == [] and panel.page.run("return document.querySelectorAll('.toast-body').length") == 0
 
 
-def test_the_legend_has_only_words_that_this_machine_shows(panel: Panel, webui: WebUI) -> None:
+def test_the_legend_explains_only_words_that_the_table_can_show_on_this_machine(panel: Panel, webui: WebUI) -> None:
+    """VRAM and "ready" (with a CUDA graph) are explained only if the page shows graph memory, thus on a GPU."""
     webui.txt2img()
     panel.wait_for_rows("64x64")
     fold = "#onediff_cache .onediff-legend summary"
@@ -132,8 +137,9 @@ def test_the_legend_has_only_words_that_this_machine_shows(panel: Panel, webui: 
     panel.click_at(fold)
 
 
-def test_sizes_are_pinned_unpinned_and_purged(panel: Panel, webui: WebUI) -> None:
-    """A purge asks first. What was not purged stays ready."""
+def test_selected_sizes_are_pinned_unpinned_and_purged(panel: Panel, webui: WebUI) -> None:
+    """Each purge opens a dialog first, and one that is declined purges nothing. Sizes that were not purged stay ready:
+    their next image makes no call of the host."""
     def pinned() -> set[str]:
         return {resolution for resolution, row in panel.rows().items() if "pinned" in row}
 
@@ -156,7 +162,7 @@ def test_sizes_are_pinned_unpinned_and_purged(panel: Panel, webui: WebUI) -> Non
     panel.select("72x64")
     panel.purge("purge", "Purge 72x64 of ", "1 resolution purged")
     panel.wait_for_rows("64x64", "80x64")
-    panel.page.wait(lambda: not panel.enabled("purge"), "buttons without a selection to wait for one", 10)
+    panel.page.wait(lambda: not panel.enabled("purge"), "disabled buttons, since nothing is selected", 10)
     host_before = webui.calls()["host"]
     before = served(webui)
     webui.txt2img(width=80, height=64)
@@ -172,7 +178,7 @@ def test_sizes_are_pinned_unpinned_and_purged(panel: Panel, webui: WebUI) -> Non
 
 
 def test_a_size_is_pre_warmed_and_purged_by_keyboard_alone(panel: Panel, webui: WebUI) -> None:
-    """test_accessibility.py checks that Tab reaches every control."""
+    """Controls get the focus by JavaScript here; test_accessibility.py checks that the Tab key reaches each of them."""
     page = panel.page
 
     def press(*keys: str, at: str = "") -> None:

@@ -1,4 +1,5 @@
-"""The models that the tests need, found on the WebUI under test by name, or named on the command line."""
+"""The models (checkpoints, LoRAs, VAEs, ...) that the tests need. Each has a role; the WebUI's model for it is found by
+its name, or named on the command line."""
 from __future__ import annotations
 
 import json
@@ -15,7 +16,7 @@ LORAS = "LoRA"
 VAES = "VAE"
 CONTROLNETS = "ControlNet"
 HYPERNETWORKS = "hypernetwork"
-# role: what it is, and the name by which it is found, with or without its ending; small random models carry these.
+# For each role: the kind of model, and a pattern for its name, with or without the file's ending.
 # A host may load twin and twin-b, two checkpoints of one configuration, into the same module.
 ROLES = {
     "sd15": (CHECKPOINTS, r"(tiny|rand)[-_]sd15"),
@@ -60,8 +61,8 @@ def stem(name: str) -> str:
 
 
 class Models:
-    """The models by their roles in the tests. named: names by role, from the command line; other roles are found by
-    name."""
+    """The WebUI's models by their roles in the tests. named: the names given on the command line, by role; models of
+    other roles are found by the patterns of ROLES."""
 
     def __init__(self, webui: WebUI, named: dict[str, str]) -> None:
         unknown = sorted(set(named) - set(ROLES))
@@ -102,7 +103,11 @@ class Models:
 
 
 def asked(path: str, field: str, within: str | None = None) -> Callable[[WebUI], list[str]]:
-    """A function that returns the names in one of a WebUI's lists; [] if the WebUI has no such list."""
+    """A function that returns the names in one of a WebUI's lists; [] if the WebUI has no such list.
+
+    path: of the request. field: the name's field in each item. within: the field of the answer that has the list; None:
+    the answer is the list.
+    """
 
     def names(webui: WebUI) -> list[str]:
         if not webui.has(path):
@@ -114,7 +119,7 @@ def asked(path: str, field: str, within: str | None = None) -> Callable[[WebUI],
 
 
 def checkpoints(webui: WebUI) -> list[str]:
-    """File names of checkpoints. The demo draws with its own small model, whatever its name is."""
+    """File names of checkpoints. For the demo, its one small model counts as tiny-sd15, whatever its name is."""
     if webui.is_standalone:
         return ["tiny-sd15"]
     return [without_hash(title) for title in asked("/sdapi/v1/sd-models", "title")(webui)]

@@ -1,4 +1,4 @@
-"""A user's actions on the page, and the ids of OneDiff's elements."""
+"""What a user does on the WebUI's page, as functions for tests in a browser. tab: "txt2img" or "img2img"."""
 from __future__ import annotations
 
 from typing import Any
@@ -24,8 +24,8 @@ def accordion_values(page: Any, tab: str) -> tuple[bool, str, str]:
 
 
 def choose_preset(page: Any, tab: str, name: str) -> None:
-    """Choose from the accordion's list of presets, which is brought up to date when the pointer reaches the
-    accordion."""
+    """Choose a preset in the accordion. The page updates the list of presets when the pointer reaches the accordion, so
+    the pointer is moved there first."""
     ActionChains(page.driver).move_to_element(page.find(f"#{tab}_prompt")).perform()
     ActionChains(page.driver).move_to_element(page.find(f"#onediff_{tab}_accordion .label-wrap")).perform()
     page.wait_for_answers()
@@ -33,7 +33,7 @@ def choose_preset(page: Any, tab: str, name: str) -> None:
 
 
 def choose(page: Any, elem_id: str, name: str) -> None:
-    """Choose from a list."""
+    """Choose the first option of a dropdown list that contains this text."""
     options = ":is(ul.options, ul[role=listbox]) li"
     option = f"return [...document.querySelectorAll('{options}')].find(at => at.innerText.includes(arguments[0]))"
     page.find(f"#{elem_id} input").click()
@@ -42,6 +42,7 @@ def choose(page: Any, elem_id: str, name: str) -> None:
 
 
 def open_advanced(page: Any, tab: str) -> None:
+    """Open OneDiff's accordion and the inner one with advanced options."""
     page.open_accordion(f"onediff_{tab}_accordion")
     page.open_accordion(f"onediff_{tab}_advanced")
 
@@ -54,13 +55,14 @@ def open_page(browser: Any, url: str, **values: Any) -> Any:
 
 
 def ask_for_small_picture(page: Any, **values: Any) -> None:
+    """Fill in the fields of the txt2img tab for a small image. values: fields that differ from SMALL."""
     numbers = {f"#txt2img_{name} input[type=number]": value for name, value in {**SMALL, **values}.items()}
     page.fill({"#txt2img_prompt textarea": "a castle at night", **numbers})
 
 
 def show_tab(page: Any, tab: str) -> None:
-    """Show txt2img or img2img with the values of a new page. The images, their text and the status of the last one
-    stay."""
+    """Show txt2img or img2img with the values of a new page. The last images, the text below them and their status are
+    kept."""
     page.choose_tab(tab)
     if tab == "txt2img":
         ask_for_small_picture(page)
@@ -68,7 +70,7 @@ def show_tab(page: Any, tab: str) -> None:
 
 
 def reset_accordion(page: Any, tab: str) -> None:
-    """Close the accordion, with the values of a new page: on, as in the settings, no extra options."""
+    """Close the accordion after setting the values of a new page (AS_NEW): on, as in the settings, no extra options."""
     if accordion_values(page, tab) != AS_NEW:
         open_advanced(page, tab)
         if accordion_values(page, tab)[1] != AS_NEW[1]:
@@ -81,8 +83,8 @@ def reset_accordion(page: Any, tab: str) -> None:
 
 
 def make_picture(page: Any, tab: str = "txt2img", seed: int = SMALL["seed"]) -> str:
-    """Click Generate and return the text under the images. seed: the one on the page; the next one is used if the last
-    image has it too, since its text would still be there."""
+    """Click Generate and return the text below the new images. seed: the one on the page. If the last image was made
+    with it, the next seed is used, since otherwise the old text could not be told from the new one."""
     if f"Seed: {seed}," in page.text(f"html_info_{tab}"):
         seed += 1
         page.type(f"#{tab}_seed input[type=number]", seed)

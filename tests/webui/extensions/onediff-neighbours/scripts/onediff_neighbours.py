@@ -1,8 +1,8 @@
-"""What other extensions do around a generation, reproduced inside a real WebUI: for tests/webui/test_neighbours.py.
+"""A WebUI extension for tests/webui/test_neighbours.py that does what well-known extensions do around a generation.
 
 Link this folder's parent into the WebUI's extensions folder beside OneDiff. The script takes one argument, a JSON
 object: {"crops": [[width, height], ...]}, {"edit_at": step}, {"weight_of_lora": {step: weight}}, {"motion": true},
-{"tiled_vae": true}; see Plan. POST /onediff-neighbours/v1/queue runs requests in a thread of its own, as Agent
+{"tiled_vae": true}; see Plan. POST /onediff-neighbours/v1/queue runs txt2img requests in a new thread, as Agent
 Scheduler does; POST /onediff-neighbours/v1/edit changes weights in place, as SuperMerger does.
 """
 from __future__ import annotations
@@ -23,7 +23,7 @@ from modules.processing import Processed, StableDiffusionProcessingImg2Img, proc
 from PIL import Image
 from torch import Tensor, nn
 
-# Read anew by every call, and read through what is remembered of a prompt.
+# Weights to edit: two that each call reads, and to_k, which is used through the cached keys of a prompt.
 EDITED = (
     "input_blocks.1.0.in_layers.2.weight", "input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight", "out.2.weight",
 )
@@ -32,11 +32,14 @@ EDITED = (
 class Plan:
     """What to do in one generation, from a JSON object.
 
-    crops: a nested inpainting of each of these sizes, as ADetailer makes for each face. nested_scripts: whether those
-    run all scripts, or none, as with ADetailer's "Apply only selected scripts". edit_at: the step before which weights
-    are edited in place, until the end of the generation. weight_of_lora: the LoRAs' weight from each of these steps on.
-    motion: put modules of an unknown class into the UNet's blocks. tiled_vae: replace the decoder's forward on its
-    instance by one that calls it for each tile; walked_vae: by one that runs the decoder's layers itself.
+    crops: the sizes of nested inpaintings, as ADetailer makes one for each face.
+    nested_scripts: whether these run all scripts; if not, none, as with ADetailer's "Apply only selected scripts".
+    edit_at: the step before which weights are edited in place, until the end of the generation.
+    weight_of_lora: the weight of all LoRAs from each of these steps on.
+    motion: whether to put modules of an unknown class into the UNet's blocks.
+    tiled_vae: whether to replace the decoder's forward, on its instance, by one that calls the earlier one for each
+        tile.
+    walked_vae: the same, by one that calls the decoder's layers itself.
     """
 
     def __init__(self, text: Any) -> None:
@@ -51,20 +54,20 @@ class Plan:
 
 
 class MotionModule(nn.Module):
-    """Stands for AnimateDiff's module, which mixes the images of a batch and is part of no UNet that OneDiff knows."""
+    """In place of AnimateDiff's motion module: of a class that no UNet known to OneDiff has, it changes the image."""
 
     def forward(self, x: Tensor, *args: Any) -> Tensor:
         return 0.9 * x + 0.1 * x.mean(dim=(2, 3), keepdim=True)
 
 
 def unet() -> Any:
-    """The UNet: A1111's checkpoint has it directly, the Forge family's has a patcher with it."""
+    """The UNet of the loaded checkpoint. In A1111 the checkpoint has it directly, in the Forge family in a patcher."""
     objects = getattr(shared.sd_model, "forge_objects", None)
     return (objects.unet if objects else shared.sd_model).model.diffusion_model
 
 
 class Edit:
-    """Weights changed in place, with their earlier values."""
+    """Changes the weights of EDITED in place, and can restore their earlier values."""
 
     def __init__(self) -> None:
         self._before: dict[str, Tensor] = {}
@@ -85,7 +88,10 @@ class Edit:
 
 
 class TiledDecoder:
-    """Like Tiled VAE's hook, replaces the decoder's forward and calls the earlier one for each tile."""
+    """Replaces the decoder's forward as Tiled VAE does, and calls the earlier one for each of two tiles.
+
+    walks: whether to call the decoder's layers itself instead.
+    """
 
     def __init__(self, decoder: Any, walks: bool) -> None:
         self.decoder = decoder
@@ -97,8 +103,8 @@ class TiledDecoder:
     def __call__(self, z: Tensor) -> Tensor:
         if self.walks:
             return self.walk(z)
-        deepcache = z.shape[3] // 2
-        tiles = [self.decoder.original_forward(tile.contiguous()) for tile in (z[..., :deepcache], z[..., deepcache:])]
+        middle = z.shape[3] // 2
+        tiles = [self.decoder.original_forward(tile.contiguous()) for tile in (z[..., :middle], z[..., middle:])]
         return torch.cat(tiles, dim=3)
 
     def walk(self, z: Tensor) -> Tensor:
@@ -116,7 +122,7 @@ class TiledDecoder:
 
 
 class Neighbours(scripts.Script):
-    """A script that does in each generation what its argument says."""
+    """A script that does in each generation what its argument, the text of a Plan, says."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
@@ -146,9 +152,9 @@ class Neighbours(scripts.Script):
         plan = Plan(text)
         if getattr(p, "nested_by_neighbours", False) or not plan.crops:
             return
-        # As ADetailer: the other scripts are told that the generation is over, and afterwards that it goes on.
+        # As ADetailer does: the other scripts' postprocess() before the nested generations, process() again after them.
         p.scripts.postprocess(copy(p), Processed(p, [], p.seed, ""))
-        # Each from the same image, with OneDiff and without: a difference of 1/255 in what they start from would grow.
+        # Each starts from this same image, with OneDiff and without: a difference of 1/255 at the start would grow.
         start = Image.radial_gradient("L").resize(pp.image.size).convert("RGB")
         made = [inpainted(p, start, index, size, plan.nested_scripts) for index, size in enumerate(plan.crops)]
         pp.image = Image.new("RGB", (start.width * len(made), start.height))
@@ -190,14 +196,14 @@ class Neighbours(scripts.Script):
 
 
 def weigh_loras(weight: float) -> None:
-    """Set the weight of this generation's LoRAs from here on."""
+    """Set the weight of all LoRAs of this generation from the next step on."""
     import networks
 
     if not hasattr(shared.sd_model, "forge_objects"):
         for network in networks.loaded_networks:
             network.unet_multiplier = weight
         return
-    # The Forge family has merged them: they are merged anew, as for a generation that begins.
+    # The Forge family has merged them into the weights, and must merge them again, as at the start of a generation.
     from backend import memory_management
 
     names = [network.mentioned_name for network in networks.loaded_networks]
@@ -206,7 +212,8 @@ def weigh_loras(weight: float) -> None:
 
 
 def inpainted(p: Any, image: Image.Image, index: int, size: list[int], with_scripts: bool) -> Image.Image:
-    """The image with a part redone at this size, by a generation within the generation."""
+    """The image, in which a nested generation of this size has repainted a rectangle. index: moves the rectangle, the
+    seed and the prompt."""
     nested = StableDiffusionProcessingImg2Img(
         init_images=[image], resize_mode=0, denoising_strength=0.5, mask=None, mask_blur=4, inpainting_fill=1,
         inpaint_full_res=True, inpaint_full_res_padding=8, inpainting_mask_invert=0, sd_model=p.sd_model,
@@ -220,7 +227,7 @@ def inpainted(p: Any, image: Image.Image, index: int, size: list[int], with_scri
     nested.is_api = p.is_api
     nested.scripts, nested.script_args = copy(p.scripts), copy(p.script_args)
     if not with_scripts:
-        # The second is what the runner remembers of the first.
+        # callback_map is the runner's cache of alwayson_scripts.
         nested.scripts.alwayson_scripts = []
         nested.scripts.callback_map = {}
     nested.nested_by_neighbours = True
@@ -234,7 +241,7 @@ def inpainted(p: Any, image: Image.Image, index: int, size: list[int], with_scri
 
 
 def add_routes(demo: Any, app: FastAPI) -> None:
-    # Agent Scheduler makes itself an API that no server serves.
+    # As Agent Scheduler does: an Api object whose routes no server serves.
     own = Api(FastAPI(), call_queue.queue_lock)
     edit = Edit()
 
