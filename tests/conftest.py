@@ -39,8 +39,8 @@ def one_thread_for_each_worker() -> None:
 
 
 def keep_what_workers_compile() -> None:
-    """Let workers store test files that pytest has rewritten for assertions. Otherwise each worker would rewrite all
-    of them, which takes half of the time that collecting takes."""
+    """Let each worker store the bytecode of test files in which pytest has rewritten the assertions, so that other
+    workers load it. Otherwise each worker would rewrite all files, which takes half of the collection's time."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         sys.dont_write_bytecode = False
 
@@ -53,8 +53,8 @@ keep_what_workers_compile()
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """The number of workers: one more than there are cores, because the tests in a browser mostly wait. With two more,
-    a run took longer.
+    """The number of workers: one more than there are cores, because the tests in a browser mostly wait, and at most
+    MOST_WORKERS. With two more than cores, a run took longer.
 
     None (pytest-xdist decides) if an environment variable sets it. 0 with --webui, because there is one WebUI only, and
     on a GPU, because the tests measure its memory.
@@ -71,7 +71,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """The scheduler of sharing.py, which distributes tests by files; None unless the command line has "loadfile"."""
+    """The scheduler of sharing.py, which distributes tests by files. None, for pytest-xdist's own one, unless the
+    command line has --dist loadfile."""
     if config.getoption("dist") != "loadfile":
         return None
     from sharing import Sharing
@@ -98,8 +99,7 @@ class FailuresAtOnce:
 
 
 class HungTests:
-    """Ends the process in a test that takes longer than SECONDS_OF_A_HUNG_TEST, after printing the stacks of all
-    threads."""
+    """Ends the process if a test takes longer than SECONDS_OF_A_HUNG_TEST, after printing the stacks of all threads."""
 
     def __init__(self) -> None:
         # Now, while pytest does not capture it.
@@ -129,7 +129,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[Any]:
-    """Let each worker begin collecting at other files, so that it finds the remaining ones rewritten by the others."""
+    """Let each worker begin collecting at another file. The files that it collects last have then been rewritten and
+    stored by other workers."""
     report = yield
     if isinstance(collector, pytest.Dir) and "PYTEST_XDIST_WORKER" in os.environ and report.passed:
         number = os.environ["PYTEST_XDIST_WORKER"][2:]
@@ -161,8 +162,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Exclude everything that was imported from garbage collections, which took up to a second each. In workers of the
-    whole suite, import diffusers first, so that its objects are excluded as well."""
+    """Exclude all objects that exist after the imports from garbage collection, which took up to a second each time. In
+    workers of the whole suite, import diffusers first, so that its objects are excluded as well."""
     if "PYTEST_XDIST_WORKER" in os.environ and len(session.items) > MANY_TESTS and find_spec("diffusers") is not None:
         from diffusers import StableDiffusionPipeline, UNet2DConditionModel  # noqa: F401
     gc.collect()

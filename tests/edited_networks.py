@@ -35,7 +35,7 @@ Given = dict[str, Any]
 Caller = Callable[..., Any]
 
 
-# The addresses of the sites, by Pair.key.
+# The addresses of the functions that a network's output depends on (edits_of_code.Sites), by Pair.key.
 FOUND: dict[str, Addresses] = {}
 
 
@@ -46,7 +46,7 @@ class Pair(ABC):
     names: the names of the latent, the timestep and the context among the arguments.
     ours: the network that OneDiff serves.
     theirs: the twin.
-    changes: the edits of inputs in effect: functions of the arguments and `names`.
+    changes: the edits of inputs that are in effect, each a function of (arguments, names) that returns other arguments.
     callers: (name, ours, theirs) of copies and wrappers of the two that are also called.
     grad: the gradient mode of the calls.
     """
@@ -76,6 +76,7 @@ class Pair(ABC):
         """The arguments of a call of this size. random: draws a tensor of a shape."""
 
     def random(self, seed: int) -> Callable[..., Tensor]:
+        """A function that draws a float32 tensor of a shape. The seed decides the values."""
         generator = torch.Generator().manual_seed(seed)
         return lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(self.device)
 
@@ -101,7 +102,8 @@ class Pair(ABC):
 
     @cached_property
     def sites(self) -> Sites:
-        """The sites of the network. Finding them takes a hundred calls, so it is done once for each key."""
+        """The functions that the output depends on (edits_of_code.Sites). Finding them takes a hundred calls, so it is
+        done once for each key."""
         if self.key not in FOUND:
             given = self.inputs(0)
             FOUND[self.key] = addresses_of(sites_of(lambda: self.answer(self.theirs, given), type(self.theirs)))
@@ -180,7 +182,7 @@ class ForgePair(WebuiPair):
 
 
 class FlowPair(ForgePair):
-    """A network whose timesteps are from 0 to 1: the part of noise in the latent."""
+    """A network whose timesteps are from 0 to 1: the share of noise in the latent."""
 
     def inputs_of(self, size: tuple[int, int], batch: int, tokens: int, random: Callable[..., Tensor]) -> Given:
         given = super().inputs_of(size, batch, tokens, random)
@@ -230,7 +232,7 @@ class GraphsOfAddresses(PretendedGraphs):
 @contextlib.contextmanager
 def with_pretended_graphs() -> Iterator[None]:
     """A context in which the CPU counts as a GPU. A replay of a graph computes the forward again from the graph's own
-    inputs, with the weights' memory of its capture."""
+    inputs, with the memory that the weights had at the capture."""
     with pytest.MonkeyPatch.context() as patch:
         pretend_a_gpu(patch, StandInOperators())
         graphs = GraphsOfAddresses()

@@ -137,8 +137,8 @@ def byte_tokenizer(pad_token: str = END) -> CLIPTokenizer:
 
 
 def write_byte_vocabulary(folder: Path) -> None:
-    """Write CLIP's two files without merges: the tokens are each byte inside of a word, each byte at its end, start and
-    end."""
+    """Write CLIP's vocab.json, and a merges.txt without merges. The tokens: each byte inside of a word, each byte at
+    the end of a word, START and END."""
     # How CLIP writes bytes: those that can be read as they are, first, and the others from the 256th letter on.
     readable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     symbols = [*map(chr, readable), *(chr(256 + number) for number in range(256 - len(readable)))]

@@ -1,6 +1,6 @@
-"""Makes every function of OneDiff that runs during an image raise in turn, once or always. The image must be right, no
-exception may reach the host, the status must answer, and OneDiff must serve the next image. Nightly runs try all
-functions in all hosts, others some functions in some hosts."""
+"""Makes each function of OneDiff that runs during an image raise, once or at every call. The image must be right (see
+what_is_wrong), no exception may reach the host, and OneDiff must serve the next image. Nightly runs try the functions
+in all hosts, other runs a selection of them in some hosts."""
 from __future__ import annotations
 
 import contextlib
@@ -79,7 +79,7 @@ class Reference(NamedTuple):
 
     host: the host's own.
     ours: OneDiff's without faults. It differs from the host's if policies skip work.
-    calls: the number of UNet calls of that image that took each route.
+    calls: how many UNet calls of OneDiff's image took each route, by route.
     """
 
     host: list[Any]
@@ -122,7 +122,7 @@ def what_is_wrong_next(made: list[Any], calls: dict[str, int], reference: Refere
 
 
 def start_afresh(prepare: Callable[[], Any]) -> None:
-    """Make OneDiff forget everything, and prepare it."""
+    """Reset the runtime, its faults and its measurements, and call prepare()."""
     runtime.guard.forget()
     runtime.tuning_cache.clear()
     runtime.purge()
@@ -143,7 +143,7 @@ def reference_without_faults(
 def check_images_whichever_function_fails(
     prepare: Callable[[], Any], images: Callable[[], list[Any]], expected: list[Any], own: str
 ) -> None:
-    """Make functions of ours fail while images are made, and assert that every image is right.
+    """Make functions of ours fail while images are made, and assert that every image and the next one are right.
 
     prepare: lets OneDiff serve, as if newly started. images: makes the images with OneDiff. expected: the host's own
     images. own: see functions_to_try().
@@ -190,9 +190,10 @@ def pipeline_of(name: str) -> tuple[Any, Callable[[], list[Any]]]:
 
 
 @pytest.mark.parametrize("name", PIPELINES if WHOLE else ["fewer steps"])
-def test_an_image_of_a_pipeline_is_right_whichever_function_fails(name: str) -> None:
-    """Of a diffusers pipeline that OneDiff accelerates. The functions are OneDiff's own; each raises in turn, once and
-    at every call."""
+def test_whichever_function_of_onediff_fails_the_image_of_a_pipeline_is_right(name: str) -> None:
+    """name: of a diffusers pipeline in PIPELINES. OneDiff's functions raise in turn, once and at every call. Right: the
+    image differs from the pipeline's without OneDiff at most a little more than the image without a fault does, and
+    OneDiff serves the next image as without a fault."""
     _, _, options, own = PIPELINES[name]
     pipe, images = pipeline_of(name)
 
@@ -204,8 +205,10 @@ def test_an_image_of_a_pipeline_is_right_whichever_function_fails(name: str) -> 
 
 
 @pytest.mark.parametrize("name", [*(HOSTS if WHOLE else ["reforge"]), "a1111 with ControlNet"])
-def test_an_image_of_a_webui_is_right_whichever_function_fails(name: str, fresh_runtime: None) -> None:
-    """In a stand-in of the WebUI. The functions are OneDiff's own; each raises in turn, once and at every call."""
+def test_whichever_function_of_onediff_fails_the_image_of_a_webui_is_right(name: str, fresh_runtime: None) -> None:
+    """name: of the WebUI, for which a stand-in runs; in "a1111 with ControlNet", another extension has replaced the
+    UNet's forward. OneDiff's functions raise in turn, once and at every call. Right: as in the test above, against the
+    image of the WebUI without OneDiff."""
     with running(name.split()[0]) as host:
         if "ControlNet" in name:
             host.unet.forward = MethodType(controlled_forward, host.unet)
@@ -233,11 +236,12 @@ FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", ["SDXL", "fewer steps"])
-def test_the_checks_of_this_file_notice_a_wrong_unet_output(
+def test_what_is_wrong_rejects_an_image_of_wrong_unet_outputs(
     name: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """what_is_wrong() accepts OneDiff's and the host's images, and rejects an image of which OneDiff computed the
-    second UNet call or every call wrong. what_is_wrong_next() rejects an image with all calls wrong."""
+    """what_is_wrong() accepts OneDiff's and the host's images, and rejects an image in which OneDiff's second UNet call
+    or every call has a wrong output. what_is_wrong_next() rejects an image in which every call has one. fault: how the
+    output is wrong; for another size, the scheduler may raise before there is an image."""
     options = PIPELINES[name][2]
     pipe, images = pipeline_of(name)
     expected = images()

@@ -26,7 +26,8 @@ MISSING = [
 
 
 def check_nothing_is_patched(host: Host, lack: str) -> None:
-    """OneDiff patches nothing and refuses to pre-warm. Its reason: the WebUI's release, and what it lacks."""
+    """Check that OneDiff patches nothing and refuses to pre-warm, and that its reason is the WebUI's release and
+    `lack`."""
     before = host.forwards()
     adapter = host.start()
     reason = f"{RELEASES[host.name][1]} {lack}: {NOT_SUPPORTED}"
@@ -40,9 +41,11 @@ def check_nothing_is_patched(host: Host, lack: str) -> None:
 
 
 @pytest.mark.parametrize(("host", "module", "name"), MISSING, indirect=["host"])
-def test_a_missing_function_of_the_webui_is_named_and_nothing_is_patched(
+def test_if_the_webui_lacks_an_attribute_the_reason_names_it_and_nothing_is_patched(
     host: Host, module: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """module, name: the Python module of the WebUI and its attribute that OneDiff needs. The image equals the one made
+    before OneDiff was loaded."""
     expected = host.generate()
     monkeypatch.delattr(host.module(module), name)
     check_nothing_is_patched(host, f"has no {name} in {module}")
@@ -50,10 +53,11 @@ def test_a_missing_function_of_the_webui_is_named_and_nothing_is_patched(
     assert calls == {} and same(made, expected)
 
 
-def test_a_missing_parameter_of_the_unets_forward_is_named_and_nothing_is_patched(
+def test_if_the_unet_forward_lacks_a_parameter_the_reason_names_it_and_nothing_is_patched(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The parameter timesteps has the name timestep here."""
+    """The UNet's forward has `timestep` here instead of `timesteps`. The image equals the one made before OneDiff was
+    loaded."""
     expected = host.generate()
     kind = getattr(host.module(host.unet_module), host.unet_class)
     original = kind.forward
@@ -70,9 +74,10 @@ def test_a_missing_parameter_of_the_unets_forward_is_named_and_nothing_is_patche
     assert same(host.generate(), expected)
 
 
-def test_a_module_that_cannot_be_imported_is_named_and_nothing_is_patched(
+def test_if_a_webui_module_cannot_be_imported_the_reason_names_it_and_nothing_is_patched(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The module is modules.call_queue. The image equals the one made before OneDiff was loaded."""
     expected = host.generate()
     monkeypatch.setitem(sys.modules, "modules.call_queue", None)
     adapter = host.start()
@@ -80,8 +85,9 @@ def test_a_module_that_cannot_be_imported_is_named_and_nothing_is_patched(
     assert adapter.hooks() == 0 and same(host.generate(), expected)
 
 
-def test_the_host_serves_while_a_checkpoint_lacks_an_attribute(host: Host) -> None:
-    """Only a loaded checkpoint shows this. OneDiff serves again when another checkpoint is loaded."""
+def test_the_webui_serves_while_the_checkpoint_lacks_an_attribute_that_onediff_needs(host: Host) -> None:
+    """Whether the attribute is there is only known once a checkpoint is loaded. OneDiff serves again when a complete
+    checkpoint is loaded."""
     expected = host.generate()
     path = "first_stage_model" if host.name == "a1111" else "forge_objects_after_applying_lora"
     whole = host.checkpoint
@@ -99,8 +105,9 @@ def test_the_host_serves_while_a_checkpoint_lacks_an_attribute(host: Host) -> No
 
 
 @pytest.mark.parametrize("host", ["classic"], indirect=True)
-def test_without_a_checkpoint_the_status_works_and_the_next_one_is_served(host: Host) -> None:
-    """Forge Classic deletes the old checkpoint before it loads the next one, which may fail."""
+def test_without_a_checkpoint_the_status_works_and_the_next_checkpoint_is_served(host: Host) -> None:
+    """Forge Classic deletes the old checkpoint before it loads the next one, which may fail. Meanwhile, the status has
+    no model and no fault."""
     expected = host.generate()
     adapter = host.start()
     data = host.module("modules.sd_models").model_data
@@ -117,7 +124,8 @@ def test_without_a_checkpoint_the_status_works_and_the_next_one_is_served(host: 
 
 @pytest.mark.parametrize("folders", [("webui",), ()], ids=["unknown modules", "no modules"])
 def test_in_an_unsupported_webui_every_method_of_the_adapter_does_nothing(folders: tuple[str, ...]) -> None:
-    """folders: the stand-in has the modules that all WebUIs share, or none. WebUI is the adapter's base class."""
+    """The adapter is then an instance of the base class WebUI. folders: the stand-in has the Python modules that all
+    WebUIs share, or none."""
     with on_path(*folders):
         adapter = this_webui()
         assert type(adapter) is WebUI

@@ -28,7 +28,7 @@ def test_the_page_shows_nothing_if_onediff_can_be_imported() -> None:
 
 
 def test_the_page_shows_why_onediff_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    # With an older torch, a module of ours raises when it is imported.
+    """A module of OneDiff raises when it is imported, as with a torch that is too old."""
     monkeypatch.delitem(sys.modules, "lib_onediff.ui.xyz", raising=False)
     monkeypatch.delattr("lib_onediff.ui.xyz", raising=False)
     monkeypatch.setitem(sys.modules, "lib_onediff.ui.xyz", None)

@@ -47,10 +47,11 @@ with modules_importable():
 @pytest.mark.parametrize(("name", "at_start"), [
     ("a1111", True), ("forge", False), ("neo", False), ("reforge", True), ("classic", False),
 ])
-def test_an_adapter_says_whether_its_webui_loads_a_checkpoint_at_the_start(
+def test_loads_at_start_is_true_in_the_webuis_that_load_a_checkpoint_when_they_start(
     name: str, at_start: bool, fresh_runtime: None, monkeypatch: pytest.MonkeyPatch,  # noqa: F811
 ) -> None:
-    """Other WebUIs load it with the first image, and so does A1111 with --skip-load-model-at-start."""
+    """at_start: what loads_at_start() of the WebUI's adapter returns. The other WebUIs load the checkpoint with the
+    first image, and so does A1111 with --skip-load-model-at-start."""
     with running(name) as host:
         adapter = this_webui()
         assert adapter.loads_at_start() is at_start
@@ -60,7 +61,7 @@ def test_an_adapter_says_whether_its_webui_loads_a_checkpoint_at_the_start(
 
 
 def loaded_at_start(data: Path, before: str = "") -> list[str]:
-    """The modules that a WebUI imports when it starts with OneDiff. before: Python code that runs first."""
+    """The Python modules that a WebUI imports when it starts with OneDiff. before: Python code that runs first."""
     run = subprocess.run(
         [sys.executable, "-c", before + START, str(data), str(SCRIPT)], cwd=REPOSITORY, capture_output=True, text=True,
         timeout=300, check=False,
@@ -72,11 +73,13 @@ def loaded_at_start(data: Path, before: str = "") -> list[str]:
 
 
 def test_the_webui_starts_without_triton_and_without_scikit_image(tmp_path: Path) -> None:
-    """On Windows, on a Mac and with torch's CPU builds, they are missing."""
+    """Triton is missing on Windows, on a Mac and with torch's CPU builds; scikit-image is optional."""
     loaded_at_start(tmp_path, "import sys\nsys.modules.update(triton=None, skimage=None)\n")
 
 
-def test_the_page_imports_nothing_that_only_a_model_needs(tmp_path: Path) -> None:
+def test_the_webui_imports_no_module_at_its_start_that_only_a_loaded_model_needs(tmp_path: Path) -> None:
+    """FOR_LATER has these modules: those that are needed only once a model is served or compiled, or the API is
+    used."""
     loaded = loaded_at_start(tmp_path)
     heavy = [name for name in loaded if any(name == late or name.startswith(f"{late}.") for late in FOR_LATER)]
     assert heavy == []

@@ -1,4 +1,5 @@
-"""Random edits of a compiled UNet with graphs, with low-bit weights, and with a copy on a second GPU."""
+"""Edits of a compiled UNet whose calls are replayed by CUDA graphs: a thousand random ones, and edits of weights that
+Low-bit keeps in 8 bits."""
 from __future__ import annotations
 
 import contextlib
@@ -19,6 +20,7 @@ from lib_onediff.runtime.verify import relative_error
 
 # Rounding in float16 explains a tenth of this; outputs with stale weights had errors of 0.02 to 1.
 CLOSE = 1e-2
+# The largest relative error with weights in 8 bits.
 NEAR = 0.15
 TRIALS = 1000
 EDITS_OF_A_UNET = 2 * len(EDITS)
@@ -26,13 +28,14 @@ EDITS_OF_A_UNET = 2 * len(EDITS)
 
 @contextlib.contextmanager
 def as_in_images() -> Iterator[None]:
-    """The calls are not a warm-up, because warm-ups get no plan."""
+    """A context in which calls are no warm-up, because warm-ups get no plan (runtime/plan.py)."""
     with runtime.warming_up(False):
         yield
 
 
 def compiled(network: str = "tiny-sdxl", side: int = 128, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """A small UNet whose calls are replayed, and a call of it."""
+    """A compiled UNet in float16 with random weights after two calls, and their arguments. Further calls are
+    replayed."""
     unet = random_unet(network, torch.device("cuda")).half()
     given = arguments(unet, side, side)
     lib_onediff.compile_unet(unet, **options)
@@ -43,9 +46,9 @@ def compiled(network: str = "tiny-sdxl", side: int = 128, **options: Any) -> tup
 
 @pytest.mark.gpu
 def test_a_thousand_edits_of_a_unet_are_in_the_output_of_the_next_call() -> None:
-    """Edits of parameters, modules and code between calls that graphs serve, inside and outside of
-    lib_onediff.sampling(). A replay with stale weights or code would be as far from the host's output as the edit is
-    large."""
+    """Edits of parameters, modules and code between calls, inside and outside of lib_onediff.sampling(). Each output is
+    compared with that of the UNet's own forward after the edit; with stale weights or code, the error would be as large
+    as the edit. Many of the calls must be replays."""
     routes: Counter[str] = Counter()
     wrong = []
     done = 0
@@ -76,8 +79,9 @@ def test_a_thousand_edits_of_a_unet_are_in_the_output_of_the_next_call() -> None
 
 
 @pytest.mark.gpu
-def test_edits_of_weights_that_are_kept_in_eight_bits_are_in_the_output_of_the_next_call(option: str) -> None:
-    """The edits change signs, and so are larger than the error of eight bits."""
+def test_edits_of_weights_that_low_bit_keeps_in_eight_bits_are_in_the_next_output(option: str) -> None:
+    """option: the setting of Low-bit. The output is compared with that of the UNet's own forward after the edit. The
+    edits change signs, so that their effect is larger than the error of 8 bits."""
     unet, given = compiled("sdxl", 1024, low_bit=option, low_bit_budget=0.12)
     with as_in_images():
         for _ in range(3):

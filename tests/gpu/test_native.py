@@ -1,4 +1,4 @@
-"""The native backend on a real GPU: whole UNets against the model's own forward."""
+"""The backends native and cudagraph on a real GPU: whole UNets against the UNet's own forward."""
 from __future__ import annotations
 
 from typing import Any
@@ -24,8 +24,8 @@ GIB = 2**30
 
 @torch.no_grad()
 def ours(unet: nn.Module, given: dict[str, Any], backend: str = "native") -> Tensor:
-    """The output of the last of three calls. The first call runs without a graph, the second runs without one and is
-    captured afterwards, the third is replayed. Checks that this backend served it from a graph."""
+    """The output of the last of three calls. The first runs without a graph, after the second a graph is captured, and
+    the third is replayed. Checks that this backend served it from a graph."""
     for _ in range(3):
         output = unet(**given, return_dict=False)[0]
     assert last_call()["backend"] == backend, last_call()["reason"]
@@ -42,6 +42,7 @@ def wide(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def needs_memory(gibibytes: int) -> None:
+    """Skip the test if the GPU has less free memory."""
     if torch.cuda.mem_get_info()[0] < gibibytes * GIB:
         pytest.skip(f"needs {gibibytes} GiB of free GPU memory")
 
@@ -50,8 +51,11 @@ def needs_memory(gibibytes: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backend", ["native", "cudagraph"])
 @pytest.mark.parametrize("name", ["sd15", "sd21", "sdxl"])
-def test_our_error_is_not_above_the_hosts(name: str, backend: str, dtype: torch.dtype) -> None:
-    """exact: the host's output in float32. Our error in half precision may be a tenth larger than the host's."""
+def test_our_error_in_half_precision_is_not_above_that_of_the_unets_own_forward(
+    name: str, backend: str, dtype: torch.dtype
+) -> None:
+    """Both errors are against the output of the UNet's own forward in float32 (exact). Ours may be a tenth larger.
+    name: of a UNet of bench.models, with random weights."""
     needs_memory(20)
     unet = random_unet(name, torch.device("cuda")).to(dtype)
     # The rounding errors of one small image may add up by chance; those of many do not.
@@ -70,8 +74,9 @@ def test_our_error_is_not_above_the_hosts(name: str, backend: str, dtype: torch.
 
 
 @pytest.mark.parametrize("name", ["sd15", "sdxl"])
-def test_no_kernel_is_loaded_for_another_size_or_batch(name: str) -> None:
-    """Kernels are compiled for sizes that they take as arguments, so that a new size starts at once."""
+def test_no_kernel_is_loaded_for_another_size_batch_or_prompt_length(name: str) -> None:
+    """Kernels take sizes as arguments. After the first size, all kernels are loaded, so that a new size needs no
+    compilation and starts at once."""
     unet = random_unet(name, torch.device("cuda")).half()
     compile_unet(unet, backend="native")
     ours(unet, arguments(unet, 512, 512))

@@ -28,12 +28,14 @@ from lib_onediff.weights.scan import Casts, HostTraits
 pytestmark = pytest.mark.gpu
 WORST_RATIO = 1.1
 MEBIBYTE = 2**20
+# The most memory that our calls may need beyond the host's.
 MOST_MORE = 64 * MEBIBYTE
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 
 
 class LowVramPatch:
-    """ComfyUI's function for a list of patches: the whole product is added to the weight at every call."""
+    """As ComfyUI's weight function for LoRAs: at every call, it adds strength * up @ down of each LoRA to the
+    weight."""
 
     def __init__(self, key: str, patches: dict[str, list[Any]]) -> None:
         self.key = key
@@ -90,7 +92,7 @@ def fresh_runtime() -> Iterator[None]:
 
 
 def host_unet(name: str, stored: torch.dtype) -> nn.Module:
-    """A random UNet with ForgeOperations' layers. stored: the dtype of its weights."""
+    """A random UNet with the layers of ForgeOperations. stored: the dtype of its weights."""
     unet = random_unet(name, torch.device("cuda")).half().to(stored)
     for module in unet.modules():
         kind = getattr(ForgeOperations, type(module).__name__, None)
@@ -101,7 +103,8 @@ def host_unet(name: str, stored: torch.dtype) -> nn.Module:
 
 
 def add_lora(unet: nn.Module, strength: float, rank: int = 16) -> dict[str, list[Any]]:
-    """Add a LoRA to every linear layer of every attention."""
+    """Add a LoRA to every linear layer of every attention. Returns the LoRAs by layer; the first value of an entry is
+    its strength."""
     generator = torch.Generator("cuda").manual_seed(0)
     patches = {}
     random = lambda *shape: torch.randn(shape, generator=generator, device="cuda", dtype=torch.float16)  # noqa: E731
@@ -116,6 +119,7 @@ def add_lora(unet: nn.Module, strength: float, rank: int = 16) -> dict[str, list
 
 
 def call_for(unet: Any, side: int, device: str = "cuda", dtype: torch.dtype = torch.float16) -> UNetCall:
+    """A call of a batch of two images. side: of the image, in pixels."""
     generator = torch.Generator(device).manual_seed(1)
     random = lambda *shape: torch.randn(shape, generator=generator, device=device).to(dtype)  # noqa: E731
     config = unet.config
@@ -130,10 +134,12 @@ def call_for(unet: Any, side: int, device: str = "cuda", dtype: torch.dtype = to
 
 
 def size_numbers(device: str) -> Tensor:
+    """SDXL's time_ids for two images."""
     return torch.tensor([[512.0, 512, 0, 0, 512, 512]] * 2, device=device)
 
 
 def forward(unet: Any, call: UNetCall) -> Callable[[], Tensor]:
+    """The host's forward for this call, as a function without arguments."""
     added = None
     if call.y is not None:
         waves = TIME_IDS * unet.config.addition_time_embed_dim
@@ -153,7 +159,8 @@ def host_traits() -> HostTraits:
 def served(
     unet: nn.Module, call: UNetCall, backend: str, calls: int = 3, traits: HostTraits | None = None
 ) -> Tensor:
-    """The output of the last of several calls: without a graph, without one and then captured, replayed."""
+    """Our output of the last of several calls: the first runs without a graph, after the second a graph is captured,
+    the third is replayed. The backend eager has no graphs. Checks that this backend served it so."""
     runtime.adopt(unet, Settings(backend=backend), traits or host_traits())
     with torch.no_grad():
         for _ in range(calls):
@@ -166,7 +173,7 @@ def served(
 
 @torch.no_grad()
 def exact_output(unet: Any, call: UNetCall) -> Tensor:
-    """The output with the same parameters in float32."""
+    """The host's output in float32, with the same values of the parameters."""
     wide = lambda tensor: None if tensor is None else tensor.float()  # noqa: E731
     return forward(unet, UNetCall(wide(call.latent), call.timestep, wide(call.context), wide(call.y)))()
 
@@ -174,11 +181,12 @@ def exact_output(unet: Any, call: UNetCall) -> Tensor:
 @pytest.mark.parametrize("backend", ["native", "cudagraph", "eager"])
 @pytest.mark.parametrize("stored", [torch.float16, *FLOAT8], ids=str)
 @pytest.mark.parametrize(("name", "side"), [("tiny-sdxl", 512), ("sdxl", 1024)])
-def test_with_a_lora_our_error_is_not_above_the_hosts_and_one_graph_serves_every_strength(
+def test_with_a_lora_our_error_is_not_above_that_of_the_host_and_its_graph_serves_another_strength(
     name: str, side: int, stored: torch.dtype, backend: str
 ) -> None:
-    """exact: the host's output with the same parameters in float32. Our error may be a tenth larger than the host's.
-    stored: the dtype of the weights, which the host casts to float16 at each use."""
+    """Errors in float16 are against the host's output in float32 with the same parameters (exact); ours may be a tenth
+    larger. Then the LoRA's strength changes, and the same graph serves it (backend eager: no graph). stored: the dtype
+    of the weights, which the host casts to float16 at each use. side: of the image, in pixels."""
     unet = host_unet(name, stored)
     call = call_for(unet, side)
     patches = add_lora(unet, 0.5)
@@ -214,8 +222,9 @@ def peak(work: Callable[[], object]) -> int:
 
 
 def test_calls_with_float8_weights_need_no_second_copy_of_the_unet() -> None:
-    """What OneDiff keeps and its peak in a call are at most 64 MiB more than the host's peak, besides the LoRA's
-    factors and small parameters. In calls without a graph; a graph's memory is within a budget."""
+    """Without graphs, whose memory has a budget of its own. What OneDiff keeps and its peak in a call are together at
+    most 64 MiB above the host's peak in a call. The LoRA's factors and small parameters, of which OneDiff keeps copies,
+    do not count."""
     unet = host_unet("sdxl", torch.float8_e4m3fn)
     call = call_for(unet, 1024)
     add_lora(unet, 0.5)
@@ -232,7 +241,8 @@ def test_calls_with_float8_weights_need_no_second_copy_of_the_unet() -> None:
 
 
 def autocast_unet(name: str) -> nn.Module:
-    """As with A1111's option "FP8 weight": linear layers and convolutions in float8, norms in float16."""
+    """A random UNet as A1111's option "FP8 weight" stores it: linear layers and convolutions in float8, norms in
+    float16."""
     unet = random_unet(name, torch.device("cuda")).half()
     for module in unet.modules():
         if isinstance(module, (nn.Linear, nn.Conv2d)):
@@ -242,11 +252,12 @@ def autocast_unet(name: str) -> nn.Module:
 
 @pytest.mark.parametrize("backend", ["native", "cudagraph", "eager"])
 @pytest.mark.parametrize(("name", "side"), [("tiny-sdxl", 512), ("sdxl", 1024)])
-def test_with_float8_weights_that_autocast_casts_our_error_is_not_above_the_hosts(
+def test_with_float8_weights_that_autocast_casts_our_error_is_not_above_that_of_the_host(
     name: str, side: int, backend: str
 ) -> None:
-    """Also after an edit of all weights in place. exact: the host's output with the same weights in float32. Our error
-    may be a tenth larger than the host's."""
+    """A1111 stores weights in float8, and autocast casts them at each use. Errors are against the host's output in
+    float32 with the same weights (exact); ours may be a tenth larger. Both are measured again after an edit of all
+    float8 weights in place."""
     unet = autocast_unet(name)
     call = call_for(unet, side)
     traits = HostTraits(casts=CASTS)

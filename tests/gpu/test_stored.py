@@ -1,6 +1,9 @@
-"""Layers that a file stores in INT8, rotated INT8 or FP8, on a real GPU: the rows that norms, gated units and
-activations quantize, compared integer by integer; and layers of each format, with LoRAs, at the widths of Anima and
-SDXL."""
+"""Layers that a checkpoint stores in INT8, rotated INT8 or FP8, on a real GPU. First the rows that our kernels
+quantize, by themselves or after a norm or an activation, against the rule of the hosts' kernels; then layers of each
+format, with and without LoRAs, at the widths of Anima and SDXL, against float64.
+
+rotation: the size of the groups of ConvRot's Hadamard rotation; 0: no rotation.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -37,6 +40,7 @@ MOVED = 5e-3
 
 @pytest.fixture(params=[torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """The model's dtype. Skips the test if this GPU has no INT8 products for it."""
     torch.manual_seed(0)
     lack = unmet_requirement(INT8, GPU, request.param)
     if lack:
@@ -55,7 +59,7 @@ def rule_for(rotation: int) -> Rule:
 
 def assert_quantized_as_by_hosts(found: QuantizedTokens, rows: Tensor, rotation: int) -> None:
     """Check that the rows (..., width) were quantized by the hosts' rule with this rotation, against hosts_rows in
-    torch."""
+    torch. A few integers may differ, by at most 2."""
     values, scales = hosts_rows(rows.flatten(0, -2), hadamard(rotation, GPU) if rotation else None)
     # The largest number of a row may be in the middle between two of its dtype.
     assert torch.allclose(found.scales, scales, rtol=torch.finfo(rows.dtype).eps, atol=0)
@@ -70,19 +74,25 @@ def assert_quantized_as_by_hosts(found: QuantizedTokens, rows: Tensor, rotation:
 
 @ROTATIONS
 @pytest.mark.parametrize("width", [256, 768, 1280, 2048, 3072, 8192, 16384])
-@pytest.mark.parametrize("scale", [1.0, 1e-2, 300.0])
-def test_plain_rows_are_quantized_as_by_hosts(rotation: int, width: int, scale: float, dtype: torch.dtype) -> None:
-    """Small and large numbers, and a row of zeros. rotation: the group of ConvRot's Hadamard rotation; 0: none."""
-    rows = random(3, 171, width, dtype=dtype) * scale
+@pytest.mark.parametrize("factor", [1.0, 1e-2, 300.0])
+def test_plain_rows_are_quantized_by_the_rule_of_the_hosts(
+    rotation: int, width: int, factor: float, dtype: torch.dtype
+) -> None:
+    """Reference: the hosts' rule, written in torch (hosts_rows). factor: makes the rows' numbers small or large. One row
+    is zero."""
+    rows = random(3, 171, width, dtype=dtype) * factor
     rows[0, 1] = 0
     assert_quantized_as_by_hosts(rounding.rounded(rows, INT8, rule=rule_for(rotation)), rows, rotation)
 
 
 @ROTATIONS
 @pytest.mark.parametrize("width", [1280, 5120, 8192])
-def test_rows_after_a_gelu_and_a_geglu_are_quantized_as_by_hosts(rotation: int, width: int, dtype: torch.dtype) -> None:
-    """written: the activation's result in the model's dtype, from the kernel that does not quantize. both: rows from a
-    kernel that returns this result too, for a LoRA."""
+def test_rows_after_a_gelu_or_a_geglu_are_quantized_by_the_rule_of_the_hosts(
+    rotation: int, width: int, dtype: torch.dtype
+) -> None:
+    """Reference: the hosts' rule for the activation's result in the model's dtype, which the kernel without
+    quantization returns (written). Also for the kernels that return this result besides the quantized rows, for a LoRA
+    (both)."""
     rows, hidden = random(2, 99, 8192, dtype=dtype), random(2, 99, 2 * width, dtype=dtype)
     rule = rule_for(rotation)
     found = rounding.rounded(rows, INT8, gelu=True, rule=rule)
@@ -100,9 +110,11 @@ def test_rows_after_a_gelu_and_a_geglu_are_quantized_as_by_hosts(rotation: int, 
 
 @ROTATIONS
 @pytest.mark.parametrize("width", [768, 1280])
-def test_rows_of_a_layer_norm_are_quantized_as_by_hosts(rotation: int, width: int, dtype: torch.dtype) -> None:
-    """written: the norm's result in the model's dtype, from the kernel that does not quantize. both: rows from a kernel
-    that returns this result too, for a LoRA."""
+def test_rows_of_a_layer_norm_are_quantized_by_the_rule_of_the_hosts(
+    rotation: int, width: int, dtype: torch.dtype
+) -> None:
+    """Reference: the hosts' rule for the norm's result in the model's dtype, which the kernel without quantization
+    returns (written). Also for the kernel that returns this result besides the quantized rows, for a LoRA (both)."""
     weight, bias = random(width, dtype=dtype), random(width, dtype=dtype)
     residual = Residual(random(2, 777, width, dtype=dtype), random(width, dtype=torch.float32), bias)
     whole, found = rounding.layer_norm(residual, weight, bias, EPS, INT8, rule=rule_for(rotation))
@@ -115,8 +127,10 @@ def test_rows_of_a_layer_norm_are_quantized_as_by_hosts(rotation: int, width: in
 
 
 @ROTATIONS
-def test_rows_of_an_adaptive_norm_are_quantized_as_by_hosts(rotation: int, dtype: torch.dtype) -> None:
-    """The norm adds the residual's gated update first. written and both: as for a layer norm."""
+def test_rows_of_an_adaptive_norm_are_quantized_by_the_rule_of_the_hosts(rotation: int, dtype: torch.dtype) -> None:
+    """The kernel adds the gated update to the residual before the norm. Reference: the hosts' rule for the norm's
+    result in the model's dtype (written). Also for the kernel that returns this result besides the quantized rows, for
+    a LoRA (both)."""
     tokens = random(2, 777, 2048, dtype=torch.float32 if dtype == torch.float16 else dtype)
     update = random(2, 777, 2048, dtype=dtype)
     shift, factor, gate = random(2, 3 * 2048, dtype=dtype).chunk(3, dim=1)
@@ -139,7 +153,8 @@ def test_rows_of_an_adaptive_norm_are_quantized_as_by_hosts(rotation: int, dtype
 @ROTATIONS
 @pytest.mark.parametrize("strange", [float("nan"), float("inf")])
 def test_the_scale_of_a_row_with_nan_or_infinity_is_nan(rotation: int, strange: float, dtype: torch.dtype) -> None:
-    """Integers cannot be NaN, so that the scale must keep it from becoming an ordinary number."""
+    """Integers cannot be NaN. With a scale that is NaN, the layer's output for this row is NaN too, instead of an
+    ordinary number."""
     rows = torch.ones(3, 1280, device=GPU, dtype=dtype)
     rows[1, 1200] = strange
     rule = rule_for(rotation)
@@ -153,8 +168,9 @@ def test_the_scale_of_a_row_with_nan_or_infinity_is_nan(rotation: int, strange: 
 def test_an_int8_product_with_loras_is_exact_but_for_rounding_its_result(
     config: Any, one_scale: bool, layers: int, ranks: int, dtype: torch.dtype
 ) -> None:
-    """exact: the same int8 factors in float64. one_scale: for the whole weight, or one for each of its columns. layers:
-    how many layers of equal sizes are fused into one. Each has LoRAs of its own."""
+    """Reference: the product of the same integers and scales in float64, with the LoRAs. config: how the kernel is
+    launched. one_scale: one scale for the whole weight, or one for each of its columns. layers: how many layers of
+    equal sizes are fused into one. ranks: of the LoRAs that each of them has; 0: none."""
     values, scales = hosts_rows(random(333, 512, dtype=dtype))
     weight = torch.randint(-128, 128, (336, 512), device=GPU).to(torch.int8)
     columns = torch.rand(1, 1 if one_scale else 336, device=GPU) / 1000
@@ -173,6 +189,7 @@ def test_an_int8_product_with_loras_is_exact_but_for_rounding_its_result(
 def test_the_product_with_the_down_matrices_of_loras_is_exact_but_for_rounding_its_result(
     config: Any, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
+    """Reference: the same product in float64. config: how the kernel is launched. shape: (rows, width, ranks)."""
     rows, width, ranks = shape
     tokens, down = random(rows, width, dtype=dtype), random(ranks, width, dtype=dtype)
     found = products.down_product(tokens, down, config)
@@ -192,8 +209,8 @@ def operators(dtype: torch.dtype) -> NativeOperators:
 def layer_in_eight_bits(
     out: int, width: int, values: torch.dtype, rotation: int, dtype: torch.dtype, lora: bool
 ) -> LayerWeights:
-    """A layer whose weight exists in eight bits alone, as a host stores it. Its scales are such that the layer's output
-    is about as large as its input. values: the 8-bit dtype. rotation: see QuantizedWeight. lora: with a LoRA of 16
+    """A layer whose weight exists in 8 bits alone, as a host stores it. Its scales are such that the layer's output is
+    about as large as its input. values: the 8-bit dtype. rotation: see QuantizedWeight. lora: with a LoRA of 16
     ranks."""
     if values == INTEGERS:
         weight = torch.randint(-128, 128, (out, width), device=GPU).to(values)
@@ -213,8 +230,9 @@ def layer_in_eight_bits(
 def check_error(work: Callable[..., Tensor], dtype: torch.dtype, *layers: LayerWeights) -> None:
     """Check the error of our operators against float64. work: a function of operators, a dtype, and these layers.
 
-    In INT8, the error may be that of torch's operators, which follow the hosts' rule, without LoRAs: with LoRAs,
-    torch's operators do not round the input. In FP8, it may be that of three bits of mantissa in two layers.
+    In INT8, the error may be 1.15 times that of torch's operators, which follow the hosts' rule. The latter is measured
+    without LoRAs, because with LoRAs torch's operators do not round the input. In FP8, the error may be 0.07, that of
+    three bits of mantissa in two layers.
     """
     torch.manual_seed(1)
     with torch.no_grad():
@@ -235,12 +253,14 @@ def rounded_random(dtype: torch.dtype, rounded_to: torch.dtype, *shape: int) -> 
     return torch.randn(shape, device=GPU).to(rounded_to).to(dtype)
 
 
+# The 8-bit dtype of the weights, and their rotation.
 KINDS = pytest.mark.parametrize(("values", "rotation"), [(INTEGERS, 0), (INTEGERS, 64), (INTEGERS, 256), (FLOAT8, 0)])
 LORA = pytest.mark.parametrize("lora", [False, True])
 
 
 @pytest.fixture(autouse=True)
 def needs_the_units(request: pytest.FixtureRequest) -> None:
+    """Skip the float8 cases on a GPU that does not multiply float8."""
     callspec = getattr(request.node, "callspec", None)
     values = None if callspec is None else callspec.params.get("values")
     if values == FLOAT8 and float8_support(GPU, torch.float16).result is None:
@@ -253,7 +273,8 @@ def needs_the_units(request: pytest.FixtureRequest) -> None:
 def test_the_error_of_a_linear_layer_is_that_of_rounding_its_input(
     values: torch.dtype, rotation: int, lora: bool, rows: int, dtype: torch.dtype
 ) -> None:
-    """See check_error, also in the tests below."""
+    """The weight is stored in 8 bits (values: their dtype). The error is within the limit of check_error(). rows: of
+    each of two images."""
     layer = layer_in_eight_bits(3072, 1024, values, rotation, dtype, lora)
     check_error(lambda ops, of, layer: ops.linear(rounded_random(of, dtype, 2, rows, 1024), layer), dtype, layer)
 
@@ -264,7 +285,8 @@ def test_the_error_of_a_linear_layer_is_that_of_rounding_its_input(
 def test_the_error_of_layers_after_an_adaptive_norm_is_that_of_rounding_their_input(
     values: torch.dtype, rotation: int, lora: bool, bias: bool, dtype: torch.dtype
 ) -> None:
-    """Two layers, each after the norm of the residual with the layer before added; see check_error."""
+    """Each of two layers follows an adaptive norm of the residual, to which its output is then added. The error is
+    within the limit of check_error()."""
     layer = layer_in_eight_bits(2048, 2048, values, rotation, dtype, lora)
     layer = layer if bias else layer._replace(bias=None)
 
@@ -286,10 +308,11 @@ def test_the_error_of_layers_after_an_adaptive_norm_is_that_of_rounding_their_in
 
 @KINDS
 @LORA
-def test_the_error_of_a_unets_feed_forward_is_that_of_rounding_its_inputs(
+def test_the_error_of_the_feed_forward_of_a_unet_is_that_of_rounding_its_inputs(
     values: torch.dtype, rotation: int, lora: bool, dtype: torch.dtype
 ) -> None:
-    """Layer norms and a GEGLU at SDXL's widths."""
+    """Two layer norms, and a GEGLU between two linear layers, at SDXL's widths. The error is within the limit of
+    check_error()."""
     into = layer_in_eight_bits(10240, 1280, values, rotation, dtype, lora)
     out = layer_in_eight_bits(1280, 5120, values, rotation, dtype, lora)
 
@@ -307,10 +330,10 @@ def test_the_error_of_a_unets_feed_forward_is_that_of_rounding_its_inputs(
 
 @KINDS
 @LORA
-def test_the_error_of_animas_feed_forward_is_that_of_rounding_its_inputs(
+def test_the_error_of_the_feed_forward_of_anima_is_that_of_rounding_its_inputs(
     values: torch.dtype, rotation: int, lora: bool, dtype: torch.dtype
 ) -> None:
-    """With a GELU."""
+    """A GELU between two linear layers, at Anima's widths. The error is within the limit of check_error()."""
     into, out = (layer_in_eight_bits(*shape, values, rotation, dtype, lora) for shape in ((8192, 2048), (2048, 8192)))
 
     def work(ops: Any, of: torch.dtype, into: LayerWeights, out: LayerWeights) -> Tensor:
@@ -321,8 +344,10 @@ def test_the_error_of_animas_feed_forward_is_that_of_rounding_its_inputs(
 
 
 @ROTATIONS
-def test_a_replay_of_int8_layers_equals_plain_launches(rotation: int, dtype: torch.dtype) -> None:
-    """With a LoRA and without, to the bit."""
+def test_a_replayed_graph_of_int8_layers_equals_launching_their_kernels_one_by_one(
+    rotation: int, dtype: torch.dtype
+) -> None:
+    """The output is equal to the bit. One layer has a LoRA, the other has none."""
     layer = layer_in_eight_bits(2048, 2048, INTEGERS, rotation, dtype, lora=True)
     plain, ops, x = layer._replace(low_rank=None), operators(dtype), random(2, 500, 2048, dtype=dtype)
 

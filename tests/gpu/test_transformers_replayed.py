@@ -1,4 +1,4 @@
-"""Transformers on a real GPU: our kernels and graphs against the module's own forward."""
+"""Transformers on a real GPU: our kernels and graphs against the network's own forward."""
 from __future__ import annotations
 
 import copy
@@ -43,11 +43,11 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 class NeosNetwork:
     """A network of Forge Neo, of its real width, with two blocks.
 
-    code, name: the Python module and the name of its class. new: makes one of the class. context_width: the values of a
-    token of the prompt. call_of: makes our call of latent, timestep and context. low_bit_layers: how many layers of
-    the network may be in 8 bits. has_images: whether the latent has a dimension of images. fewest_tokens: of a prompt.
-    random: the endings of the names of parameters that the class leaves at zero, and deviation, of the normal
-    distribution that these are drawn from.
+    code, name: the Python module and the name of its class. new: a function of the class that makes the network.
+    context_width: the values of a token of the prompt. call_of: makes our call of latent, timestep and context.
+    low_bit_layers: how many layers of the network may be in 8 bits. has_images: whether the latent has a dimension of
+    frames. fewest_tokens: of a prompt. random: the endings of the names of parameters that the class leaves at zero.
+    deviation: of the normal distribution that these parameters are drawn from.
     """
 
     code: str
@@ -62,6 +62,7 @@ class NeosNetwork:
     deviation: float = 0.1
 
     def made(self, dtype: torch.dtype) -> nn.Module:
+        """A new network with random parameters in this dtype."""
         torch.manual_seed(0)
         with torch.device(GPU):
             network = self.new(getattr(import_module(self.code), self.name))
@@ -161,10 +162,11 @@ def exact(network: nn.Module, given: Inputs) -> Tensor:
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_our_error_is_not_above_the_hosts(
+def test_our_error_in_half_precision_is_not_above_that_of_the_host(
     kind: NeosNetwork, dtype: torch.dtype, size: tuple[int, int, int, int]
 ) -> None:
-    """Against the host's output in float32. Our error may be a tenth larger than the host's in half precision."""
+    """Both errors are against the network's own forward in float32; the host's error is that of the own forward in half
+    precision. Ours may be a tenth larger. size: height, width and batch of the latent, and the prompt's tokens."""
     network = kind.made(dtype)
     given = kind.inputs(dtype, *size)
     expected = exact(network, given)
@@ -175,10 +177,11 @@ def test_our_error_is_not_above_the_hosts(
 
 @pytest.mark.parametrize("option", list(NEAR))
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_in_eight_bits_the_output_is_near_that_in_float32(
+def test_with_low_bit_the_error_against_the_own_forward_in_float32_is_limited(
     kind: NeosNetwork, dtype: torch.dtype, option: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All layers that may be in eight bits are, though a measurement would choose fewer."""
+    """option: the setting of Low-bit. NEAR: the largest relative error. All layers that may be in 8 bits are, though a
+    measurement would choose fewer; the output differs from an exact one."""
     ours = runtime.devices.lossy.low_bit
     if ours.why_not(option, GPU, dtype) is not None:
         pytest.skip("this GPU has none")
@@ -193,9 +196,9 @@ def test_in_eight_bits_the_output_is_near_that_in_float32(
 
 
 @torch.inference_mode()
-def test_our_error_for_diffusers_krea2_with_a_mask_and_norms_in_float32_is_not_above_diffusers_own() -> None:
-    """40 of the prompt's 64 tokens are used. expected: diffusers' output in float32. Our error in bfloat16 may be a
-    tenth larger than diffusers'."""
+def test_our_error_in_krea2_with_a_mask_and_float32_norms_is_not_above_that_of_diffusers() -> None:
+    """diffusers' Krea2Transformer2DModel in bfloat16; the mask leaves out 24 of the prompt's 64 tokens. Errors are
+    against diffusers' output in float32 (expected). Ours may be a tenth larger than that of diffusers in bfloat16."""
     code = pytest.importorskip("diffusers.models.transformers.transformer_krea2", reason="needs diffusers 0.41")
     with torch.inference_mode(False):
         torch.manual_seed(0)

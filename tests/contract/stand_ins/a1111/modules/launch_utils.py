@@ -1,4 +1,4 @@
-"""The launcher, which has the WebUI's version."""
+"""A1111's launcher: git_tag() returns the WebUI's release."""
 from __future__ import annotations
 
 

@@ -1,4 +1,4 @@
-"""The changes that A1111 makes to ldm and sgm when it starts."""
+"""The attributes of torch, ldm and sgm that A1111 replaces when it starts."""
 from __future__ import annotations
 
 import importlib
@@ -11,7 +11,7 @@ UNETS = ("ldm.modules.diffusionmodules.openaimodel", "sgm.modules.diffusionmodul
 
 
 def changes() -> list[tuple[object, str, object]]:
-    """The changes, each as (owner, attribute, value)."""
+    """The replaced attributes, each as (owner, name of the attribute, new value)."""
     found: list[tuple[object, str, object]] = [
         (torch.nn.Linear, "forward", networks.patched(torch.nn.Linear.forward)),
         (torch.nn.Conv2d, "forward", networks.patched(torch.nn.Conv2d.forward)),

@@ -1,4 +1,5 @@
-"""The loaded checkpoint, and a function that loads the selected one, as Forge has it."""
+"""The loaded checkpoint, and Forge's function that loads the selected checkpoint, which is always the loaded one
+here."""
 from __future__ import annotations
 
 from typing import Any

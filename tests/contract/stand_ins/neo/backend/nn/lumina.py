@@ -1,4 +1,4 @@
-"""Neo's Z-Image and Lumina 2, with the host's class and attribute names, and no layers fused."""
+"""The networks of Z-Image and Lumina 2 in Forge Neo, with Neo's names of classes and attributes."""
 from __future__ import annotations
 
 import math
@@ -129,6 +129,7 @@ class NextDiT(nn.Module):
         self.rope_embedder = EmbedND(dim // n_heads, int(rope_theta), axes_dims)
 
     def filled_up(self, tokens: Tensor, token: Any) -> Tensor:
+        """Tokens (batch, tokens, width), padded with `token` to a multiple of pad_tokens_multiple."""
         missing = -tokens.shape[1] % (self.pad_tokens_multiple or 1)
         return tokens if not missing else torch.cat([tokens, token.to(tokens).expand(len(tokens), missing, -1)], dim=1)
 

@@ -1,4 +1,5 @@
-"""ComfyUI's VAE, derived from ldm's: each attention block keeps the function that was chosen when it was made."""
+"""reForge's VAE, which is ComfyUI's, made from the stand-in for Forge's VAE: each attention block keeps the attention
+function that was chosen when the block was made."""
 from __future__ import annotations
 
 from typing import Any
@@ -12,6 +13,7 @@ def pytorch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def with_own_attention(part: Any) -> None:
+    """Give a part of the VAE this file's classes, and its attention block the attention function as an attribute."""
     in_own_classes(part, globals())
     part.mid.attn_1.optimized_attention = pytorch_attention
 
