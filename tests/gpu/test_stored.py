@@ -78,8 +78,8 @@ def assert_quantized_as_by_hosts(found: QuantizedTokens, rows: Tensor, rotation:
 def test_plain_rows_are_quantized_by_the_rule_of_the_hosts(
     rotation: int, width: int, factor: float, dtype: torch.dtype
 ) -> None:
-    """Reference: the hosts' rule, written in torch (hosts_rows). factor: makes the rows' numbers small or large. One row
-    is zero."""
+    """Reference: the hosts' rule in torch (hosts_rows). factor: makes the rows' numbers small or large. One row is
+    zero."""
     rows = random(3, 171, width, dtype=dtype) * factor
     rows[0, 1] = 0
     assert_quantized_as_by_hosts(rounding.rounded(rows, INT8, rule=rule_for(rotation)), rows, rotation)

@@ -1,5 +1,5 @@
-"""OneFlow's compiler: its failures and its limit, compiling in the background, and the reasons in environments in which
-it cannot be used."""
+"""OneFlow's compiler: a failed compilation, the limit of compiled graphs, compiling in the background, and the reasons
+in environments in which OneFlow cannot be used."""
 from __future__ import annotations
 
 import os
@@ -54,9 +54,9 @@ print("the earlier graph still runs")
 """
 
 
-def test_after_a_failed_compilation_earlier_graphs_run_and_no_further_one_is_compiled() -> None:
-    """OneFlow's compiler is broken for the rest of the process, which is why this test has its own. All refusals are
-    the same sentence, which asks for a restart."""
+def test_after_a_failed_compilation_earlier_graphs_run_and_no_new_graph_is_compiled() -> None:
+    """A failed compilation breaks OneFlow's compiler for the rest of the process, so that this test runs in a process
+    of its own. The call that fails and all later ones are refused with the same sentence, which asks for a restart."""
     here = Path(__file__).parent
     paths = [str(here), str(here.with_name("unit")), str(here.parent), str(here.parents[1])]
     ended = subprocess.run(
@@ -69,8 +69,9 @@ def test_after_a_failed_compilation_earlier_graphs_run_and_no_further_one_is_com
     assert refusals[0].startswith("OneFlow failed to compile (") and "restart" in refusals[0]
 
 
-def test_beyond_the_limit_no_graph_is_compiled_and_earlier_ones_run() -> None:
-    """OneFlow does not free compiled graphs, so that only a restart does. Here the limit is one graph."""
+def test_beyond_the_limit_of_graphs_no_new_graph_is_compiled_and_earlier_ones_run() -> None:
+    """OneFlow does not free compiled graphs, so that there is a limit, here of one graph. A call of another size is
+    refused with a sentence that asks for a restart."""
     unet = diffusers_unet(**SMALL)
     ours = Ours(unet, OneFlow(FAMILIES.output, most=1))
     call = a_call(unet)
@@ -82,7 +83,8 @@ def test_beyond_the_limit_no_graph_is_compiled_and_earlier_ones_run() -> None:
 
 
 def test_a_graph_is_compiled_in_the_background_while_the_host_computes_steps() -> None:
-    """Unless the call is a warm-up, which waits."""
+    """For a call that is no warm-up, runner() returns COMPILING at once until the graph is compiled. A warm-up would
+    wait for it."""
     unet = diffusers_unet(**SMALL)
     ours = Ours(unet, OneFlow(FAMILIES.output))
     call = a_call(unet)
@@ -98,7 +100,8 @@ def test_a_graph_is_compiled_in_the_background_while_the_host_computes_steps() -
 
 
 def test_a_unet_that_is_deleted_while_its_graph_is_compiled_causes_no_failure() -> None:
-    """A failure would end the use of OneFlow until a restart."""
+    """The UNet's parameters are emptied while its graph is compiled in the background. A failure would end the use of
+    OneFlow until a restart."""
     unet = diffusers_unet(**SMALL)
     ours = Ours(unet, OneFlow(FAMILIES.output))
     call = a_call(unet)
@@ -110,8 +113,11 @@ def test_a_unet_that_is_deleted_while_its_graph_is_compiled_causes_no_failure() 
     assert ours.graphs.count == 1 and not ours.graphs.failure
 
 
-def test_a_run_sets_oneflows_variables_for_the_precision_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OneFlow reads these environment variables at each run: "1" for sums in half precision, "0" otherwise."""
+def test_a_run_sets_the_variables_by_which_oneflow_chooses_the_precision_of_sums(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OneFlow reads these two environment variables at each run: "1" for sums in half precision, "0" otherwise.
+    Settings.accumulation decides, whatever the user has set them to."""
     unet = diffusers_unet(**SMALL)
     ours = Ours(unet)
     call = a_call(unet)
@@ -138,16 +144,18 @@ def reason_with(folder: Path) -> str | None:
     return gate.why_not(torch.device("cpu"), torch.float32)
 
 
-def test_the_reason_names_what_is_missing_in_a_torch_that_cannot_share_memory(tmp_path: Path) -> None:
-    """sitecustomize.py runs when the process starts in which the gate tries OneFlow."""
+def test_the_reason_names_the_function_for_sharing_memory_that_torch_lacks(tmp_path: Path) -> None:
+    """The gate tries OneFlow in another process, which runs sitecustomize.py when it starts. Here it deletes
+    torch.to_dlpack. The reason: why OneFlow cannot be used."""
     (tmp_path / "usercustomize.py").write_text("")
     (tmp_path / "sitecustomize.py").write_text("import torch\n\ndel torch.to_dlpack\n")
     reason = reason_with(tmp_path)
     assert reason.startswith(f"OneFlow failed with torch {torch.__version__} ") and "to_dlpack" in reason
 
 
-def test_the_reason_says_if_oneflows_results_differ_from_torchs(tmp_path: Path) -> None:
-    """Here torch's SiLU is 1 % too large in the process in which the gate tries OneFlow."""
+def test_the_reason_says_that_the_results_of_oneflow_and_torch_differ(tmp_path: Path) -> None:
+    """In the process in which the gate tries OneFlow, torch's SiLU is 1 % too large here. The reason: why OneFlow
+    cannot be used."""
     (tmp_path / "sitecustomize.py").write_text(
         "import torch\n\nplain = torch.nn.functional.silu\ntorch.nn.functional.silu = lambda x: plain(x) * 1.01\n"
     )

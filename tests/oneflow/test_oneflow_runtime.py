@@ -1,4 +1,4 @@
-"""The backend oneflow, as a user chooses it: when it serves, and what serves instead."""
+"""The backend oneflow as a user chooses it: when it serves, and which backend serves otherwise."""
 from __future__ import annotations
 
 import time
@@ -22,8 +22,9 @@ def last_backend_and_route() -> tuple[str, str]:
     return status()["backend"], status()["route"]
 
 
-def test_eager_serves_until_oneflows_graph_is_compiled_and_checked_and_then_oneflow() -> None:
-    """All outputs are close to diffusers'; uncompiled, the UNet's output is diffusers' to the bit."""
+def test_eager_serves_until_the_graph_of_oneflow_is_compiled_and_checked() -> None:
+    """Then the backend oneflow serves. Its first output was compared with diffusers'. All outputs are close to
+    diffusers'; after uncompiling, the output equals diffusers' to the bit."""
     unet = compile_unet(diffusers_unet(**SMALL_XL), backend="oneflow")
     call = a_call(unet)
     seen = []
@@ -40,8 +41,9 @@ def test_eager_serves_until_oneflows_graph_is_compiled_and_checked_and_then_onef
     assert torch.equal(served(unet, call), diffusers_output(unet, call))
 
 
-def test_in_a_warm_up_oneflow_serves_every_size_and_the_present_weights() -> None:
-    """A warm-up waits for the compilation. Then parameters are edited in place, and one is replaced."""
+def test_in_a_warm_up_oneflow_serves_every_size_and_edited_weights() -> None:
+    """A warm-up waits for the compilation. Parameters are edited in place, and one is replaced. All outputs are close
+    to diffusers'."""
     unet = compile_unet(diffusers_unet(**SMALL), backend="oneflow")
     with runtime.warming_up():
         for seed, size in enumerate([(8, 8), (16, 8), (8, 8)]):
@@ -57,7 +59,9 @@ def test_in_a_warm_up_oneflow_serves_every_size_and_the_present_weights() -> Non
         assert last_backend_and_route() == ("oneflow", "graph")
 
 
-def test_eager_serves_with_the_reason_where_oneflow_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_oneflow_cannot_be_used_eager_serves_and_the_status_has_the_reason(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
     reason = "OneFlow is not installed"
     monkeypatch.setattr(OneFlowGate, "why_not", lambda *given: reason)
     unet = compile_unet(diffusers_unet(**SMALL), backend="oneflow")
@@ -67,7 +71,8 @@ def test_eager_serves_with_the_reason_where_oneflow_cannot_be_used(monkeypatch: 
 
 
 def test_with_deepcache_eager_computes_all_steps_and_the_reason_names_oneflow() -> None:
-    """OneFlow does not compute cached passes. Full passes are at steps 0, 3 and 6."""
+    """OneFlow cannot compute cached passes, so that the backend eager computes the full passes (steps 0, 3 and 6) too.
+    The status has the reason."""
     rig = Rig(SMALL, backend="oneflow")
     reasons = []
     for _ in range(2):

@@ -35,7 +35,7 @@ def pytest_runtest_call() -> Iterator[Any]:
 
 @pytest.fixture
 def seen() -> Iterator[Any]:
-    """A page with the OneDiff tab open, before a very small WebUI."""
+    """The OneDiff tab of a very small WebUI, open on a page. It sends the page's requests and keeps the answers."""
     pytest.importorskip("gradio")
     from panel_builders import Seen
 
@@ -59,7 +59,8 @@ def link() -> Callable[[Path, Path], None]:
 
 @pytest.fixture
 def native_operators(monkeypatch: pytest.MonkeyPatch) -> StandInOperators:
-    """The native backend's operators on this machine, which seems to have a GPU. A test may let them fail."""
+    """torch's operators in place of the native backend's, on a machine that seems to have a GPU. A test may let them
+    fail."""
     operators = StandInOperators()
     pretend_a_gpu(monkeypatch, operators)
     return operators
@@ -67,7 +68,7 @@ def native_operators(monkeypatch: pytest.MonkeyPatch) -> StandInOperators:
 
 @pytest.fixture
 def pretended(native_operators: StandInOperators, monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedGraphs]:
-    """CUDA graphs and the memory of a GPU, pretended, for the backends of native_operators."""
+    """Pretended CUDA graphs and GPU memory for the backends of native_operators."""
     graphs = PretendedGraphs()
     monkeypatch.setattr(runtime.services.holdings, "made", graphs)
     monkeypatch.setattr(runtime.services.holdings, "card", graphs.card)
@@ -78,7 +79,8 @@ def pretended(native_operators: StandInOperators, monkeypatch: pytest.MonkeyPatc
 def on_a_gpu(
     native_operators: StandInOperators, pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> StandInOperators:
-    """The operators of a machine that seems to have a GPU with FP8 and INT8 products, besides pretended graphs."""
+    """The native backend's operators on a machine that seems to have a GPU with FP8 and INT8 products, besides
+    pretended graphs. The kernels are replaced by torch's operators."""
     pytest.importorskip("triton", reason="needs Triton")
     from low_bit_builders import use_low_bit
 
@@ -88,13 +90,14 @@ def on_a_gpu(
 
 @pytest.fixture
 def unet(pretended: PretendedGraphs) -> Any:
-    """A UNet with graphs that uses the runtime's settings."""
+    """A small SDXL UNet that OneDiff serves with the runtime's settings and pretended graphs."""
     return attached(**SMALL_XL)
 
 
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """First outputs are not compared, because the host of these tests ignores residuals."""
+    """The first output of a shape is taken as correct, without a comparison with the host's: the host of these tests
+    ignores a ControlNet's residuals."""
 
     def taken(entry: Any, *given: Any, **more: Any) -> None:
         entry.state = State.PROVED

@@ -30,6 +30,7 @@ from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights import low_bit
 from lib_onediff.weights.low_bit import FP8, KINDS, Kind
 
+# The backend that served_by() returns: exact, with 8-bit products, and with weights in 8 bits alone.
 EXACT, EIGHT, ONLY = "native", "native, 8-bit", "native, 8-bit only"
 
 
@@ -56,13 +57,14 @@ def served_by() -> tuple[str, str]:
 
 
 def entry_of(low_bit: str) -> Entry:
+    """The entry of the runtime's table for the native backend with this setting of Low-bit."""
     lossy = Lossy(low_bit)
     [entry] = [entry for entry in runtime.table.entries() if entry.key.lossy == lossy and entry.key.backend == NATIVE]
     return entry
 
 
 def kinds_kept(unet: nn.Module) -> set[Kind]:
-    """The formats of the present 8-bit weights."""
+    """The formats of the 8-bit weights that OneDiff keeps for a UNet now."""
     low_bit = runtime.services.networks.get(unet).low_bit
     return set() if low_bit is None else low_bit.kinds()
 

@@ -1,4 +1,4 @@
-"""Holdings: the memory that graphs may take, the memory left for others, and the memory that dropping some graphs
+"""Holdings: the memory that CUDA graphs may take, the memory left for others, and the memory that dropping some graphs
 frees."""
 from __future__ import annotations
 
@@ -26,17 +26,19 @@ CPU = torch.device("cpu")
 
 
 def graphs(*needs: int) -> list[Any]:
-    """Graphs of shapes that are named by their indices."""
+    """Graphs that need this many bytes each. The index of a graph is also the key of its shape."""
     return [HeldGraph(place, size, 0) for place, size in enumerate(needs)]  # type: ignore[arg-type]
 
 
 def gone(*places: int) -> Any:
+    """The shapes whose graphs are dropped, by index."""
     return set(places)
 
 
 def test_dropping_graphs_frees_memory_down_to_the_largest_graph_that_stays() -> None:
-    """Graphs share one memory, which is as large as the largest of them needs. It is made anew only if that gains
-    LEAST_GAIN bytes and LEAST_SHARE of it; shrinks() is 0 where it stays, and the whole size where no graph stays."""
+    """Graphs share one pool, as large as the largest of them needs. shrinks() is the number of bytes that dropping the
+    given graphs frees: 0 if that would be fewer than LEAST_GAIN bytes or LEAST_SHARE of the pool, and the whole pool if
+    no graph stays."""
     small = 8 * PAGE
     rest = memory_of(small)
     assert SharedMemory(1000, graphs(small, small)).shrinks(gone(0, 1)) == 1000, "nothing stays in it"
@@ -55,7 +57,8 @@ def test_dropping_graphs_frees_memory_down_to_the_largest_graph_that_stays() -> 
 
 
 class Card:
-    """A card of 1000 MiB: 700 are free, and torch has reserved 60 that are unused, 50 of them for the graphs."""
+    """A pretended GPU. In MiB: 1000 in all, 700 free, 200 kept free for others, and 60 that torch has reserved and does
+    not use, 50 of them for graphs."""
 
     def total(self, device: Any = None) -> int:
         return 1000 * MEBIBYTE
@@ -71,6 +74,8 @@ class Card:
 
 
 def holdings(card: Any = None, applied: int = 0) -> Any:
+    """The holdings on this card, with graphs of 50 MiB. applied: bytes of weights that OneDiff keeps cast or with
+    LoRAs."""
     bound = SimpleNamespace(bytes=applied, binding=SimpleNamespace(device=CPU), runners={})
     network: Any = {1: SimpleNamespace(bound=bound, runners={})}
     kind = next(
@@ -83,12 +88,14 @@ def holdings(card: Any = None, applied: int = 0) -> Any:
 
 
 @pytest.mark.parametrize(("budget", "allowed"), [(0, 250), (100, 100), (999, 999), (1000, 1000), (5000, 1000)])
-def test_a_budget_is_limited_to_the_gpus_memory_and_a_quarter_of_it_by_default(budget: int, allowed: int) -> None:
-    """budget: the option in MiB; 0 is the default. The pretended Card has 1000 MiB."""
+def test_the_budget_is_limited_to_the_gpu_memory_and_is_a_quarter_of_it_by_default(budget: int, allowed: int) -> None:
+    """budget: the option "Graph memory" in MiB; 0: the default. allowed: what graphs may take, in MiB. The pretended
+    Card has 1000 MiB."""
     assert holdings().allowed(budget, CUDA) == allowed * MEBIBYTE
 
 
-def test_without_a_gpu_no_graph_is_allowed() -> None:
+def test_without_a_gpu_graphs_are_allowed_no_memory() -> None:
+    """With the default budget, and with one of 100 MiB."""
     card = SimpleNamespace(total=lambda device=None: 0)
     assert holdings(card).allowed(0) == 0 and holdings(card).allowed(100) == 0
 
@@ -99,12 +106,13 @@ def test_without_a_gpu_no_graph_is_allowed() -> None:
     # 700 free, and 10 unused outside of the graphs' pools; 200 are left for others.
     (5000, 510), (561, 511 - 1), (560, 510), (559, 509),
 ])
-def test_room_for_graphs_is_what_the_budget_and_the_gpu_leave(budget: int, room: int) -> None:
-    """In MiB; negative: so much must be freed."""
+def test_the_memory_left_for_graphs_is_limited_by_the_budget_and_by_the_free_gpu_memory(budget: int, room: int) -> None:
+    """room: what Holdings.room() returns, in MiB; negative: so much must be freed. budget: the option in MiB; 0: the
+    default. Card is the pretended GPU."""
     assert holdings().room(budget, CUDA) == room * MEBIBYTE
 
 
-def test_without_a_gpu_a_budget_limits_the_bytes_of_changed_weights_alone() -> None:
-    """7 bytes are weights that we keep cast or with LoRAs. A budget of 0 means no limit then."""
+def test_without_a_gpu_the_budget_limits_only_the_weights_that_onediff_keeps_changed() -> None:
+    """OneDiff keeps 7 bytes of weights here, cast or with LoRAs. A budget of 0 means no limit then."""
     assert holdings(applied=7).room(0, CPU) == UNLIMITED
     assert holdings(applied=7).room(3, CPU) == 3 * MEBIBYTE - 7

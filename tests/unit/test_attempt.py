@@ -1,5 +1,5 @@
-"""A call during which something fails is computed once, by the backend or host whose turn it is, and the host's own
-exceptions are raised unchanged."""
+"""If something fails during a call, the call is still computed once, by OneDiff or by the host; and the host's
+own exceptions are raised unchanged."""
 from __future__ import annotations
 
 import re
@@ -38,9 +38,11 @@ def raises(error: BaseException) -> Callable[..., Any]:
 @pytest.mark.parametrize(("error", "outcome"), [
     (Refusal("not here"), Outcome.REFUSED), (OUT_OF_MEMORY, Outcome.OUT_OF_MEMORY), (KeyError("ours"), Outcome.FAULT),
 ], ids=repr)
-def test_an_exception_is_a_refusal_out_of_memory_or_a_fault(error: Exception, outcome: Outcome) -> None:
-    """attempted() returns which of them it was. given() raises the exception, or returns the result if there was
-    none."""
+def test_attempted_classifies_an_exception_as_refusal_out_of_memory_or_fault(
+    error: Exception, outcome: Outcome
+) -> None:
+    """outcome: the class of this exception in the result of attempted(). given() of that result raises the exception,
+    or returns what the work has returned."""
     tried = attempted(raises(error))
     assert tried.outcome is outcome and (tried.fault is error) is (outcome is Outcome.FAULT)
     with pytest.raises(type(error)):
@@ -54,7 +56,8 @@ def test_an_exception_is_a_refusal_out_of_memory_or_a_fault(error: Exception, ou
 def test_a_failed_attempt_raises_its_exception_once_and_then_a_new_one_with_its_reason(
     error: Exception, again: type[Exception]
 ) -> None:
-    """The exception object itself is not kept after it was raised, because its frames hold tensors."""
+    """given() raises the exception itself at its first call only, and then drops it, because its frames hold tensors.
+    again: the class of the exceptions that further calls raise."""
     tried = attempted(raises(error))
     with pytest.raises(type(error)):
         tried.given()
@@ -65,9 +68,9 @@ def test_a_failed_attempt_raises_its_exception_once_and_then_a_new_one_with_its_
 
 
 @pytest.mark.parametrize("error", [ValueError("theirs"), OUT_OF_MEMORY, KeyboardInterrupt()], ids=repr)
-def test_the_webuis_own_exception_is_raised_unchanged(error: BaseException) -> None:
-    """What a HostFunction raises passes attempted() as a HostError, which holds the very exception; it is none of the
-    three outcomes. Only with host_oom_is_ours is the host's out-of-memory one of them."""
+def test_an_exception_of_the_host_passes_through_attempted_unchanged(error: BaseException) -> None:
+    """A HostFunction raises it as a HostError, which attempted() lets pass and which holds the same exception object.
+    Only with host_oom_is_ours does attempted() return the host's out-of-memory as an outcome."""
     host = HostFunction(raises(error))
     with pytest.raises(HostError) as passing:
         attempted(host)
@@ -77,18 +80,21 @@ def test_the_webuis_own_exception_is_raised_unchanged(error: BaseException) -> N
 
 
 def test_tensors_computed_before_a_fault_are_freed() -> None:
-    """The host computes the call next, and needs the memory. Both the fault's frames and those of the exception that it
-    was raised from hold a tensor."""
+    """The host computes the call next, and needs the memory. One tensor is in a frame of the fault, the other in a
+    frame of the exception that was being handled when the fault was raised."""
     tensors: list[Any] = []
+
+    def handled() -> None:
+        other = torch.zeros(8)
+        tensors.append(weakref.ref(other))
+        raise KeyError("first")
 
     def fails() -> None:
         big = torch.zeros(8)
         tensors.append(weakref.ref(big))
         try:
-            raise KeyError("first")
+            handled()
         except KeyError:
-            other = torch.zeros(8)
-            tensors.append(weakref.ref(other))
             big.view(3)
 
     tried = attempted(fails)
@@ -96,8 +102,9 @@ def test_tensors_computed_before_a_fault_are_freed() -> None:
     assert tried.fault.__traceback__ is not None, "it can still be logged"
 
 
-def test_an_exception_that_the_webui_is_handling_keeps_its_frames() -> None:
-    """Only the frames of our own exception are cleared, although Python links it to the one that is being handled."""
+def test_an_exception_that_the_host_is_handling_keeps_its_local_variables() -> None:
+    """attempted() clears the frames of our own fault only, although Python links the fault to the exception that is
+    being handled (__context__)."""
 
     def host() -> None:
         frames.append("kept")
@@ -118,7 +125,7 @@ POLICIES: dict[str, dict[str, Any]] = {**ON, "deepcache": {"deepcache_interval":
 
 @pytest.mark.parametrize("error", [ValueError("theirs"), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_an_exception_of_the_webui_inside_a_policy_is_not_a_fault_of_the_policy(
+def test_an_exception_of_the_host_inside_a_step_policy_is_no_fault_of_the_policy(
     policy: str, error: BaseException, caplog: Any
 ) -> None:
     """The host's function, which a policy calls, raises. The caller gets that exception, the host is called once, and
@@ -140,11 +147,11 @@ def test_an_exception_of_the_webui_inside_a_policy_is_not_a_fault_of_the_policy(
 
 
 @pytest.mark.parametrize("policy", ["forecast", "deepcache", "guidance"])
-def test_a_fault_of_our_forward_inside_a_policy_is_not_recorded_as_the_policys(
+def test_a_fault_of_our_forward_inside_a_step_policy_is_not_recorded_for_the_policy(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The policy asks our forward for a step, and the choice of a backend fails. The host computes the call once, and
-    the policy goes on."""
+    """The policy calls our forward for a step, and the choice of a backend fails. The host computes the call once, and
+    the policy stays on."""
     rig = Rig(**{"deepcache_interval": 1, **POLICIES[policy]})
     rig.begin()
     monkeypatch.setattr(rig.runtime.by_card.choice, "begin", raises(IndexError("ours")))
@@ -162,8 +169,10 @@ def test_a_fault_of_our_forward_inside_a_policy_is_not_recorded_as_the_policys(
     assert "fault" not in rig.runtime.status()[policy]["reason"]
 
 
-def test_a_policy_that_fails_after_the_call_was_computed_has_it_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The output that the policy has got from our forward is returned. asked counts the calls of our forward."""
+def test_if_a_step_policy_fails_after_our_forward_has_computed_the_call_its_output_is_returned(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The policy "forecast" raises after it has called our forward. Our forward is called once."""
     ours = Samplings("forecast")
     ours.begin()
     [policy] = [one for one in ours.runtime.stepping.policies if one.name == "forecast"]
@@ -193,11 +202,11 @@ def test_a_policy_that_fails_after_the_call_was_computed_has_it_computed_once(mo
 
 @pytest.mark.parametrize("replays", [True, False])
 @pytest.mark.parametrize("what", ["call_stats.note_served", "call_stats.count"])
-def test_a_fault_while_a_call_is_counted_does_not_lose_its_output(
+def test_a_fault_in_the_statistics_of_a_call_does_not_lose_its_output(
     unet: nn.Module, replays: bool, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The statistics of a call fail after it was computed, by a replay or by our forward. The host must not compute it
-    again."""
+    """what: the function of the statistics that fails after the call was computed. replays: by a replay of a graph, or
+    by our forward without one. The host must not compute the call again."""
     given = diffusers_arguments(a_call(unet))
     with torch.no_grad():
         expected = own_forward(unet)(**given).sample
@@ -210,11 +219,11 @@ def test_a_fault_while_a_call_is_counted_does_not_lose_its_output(
     assert runtime.guard.faults == ["a fault of OneDiff in counting a call, please report it: no statistics"]
 
 
-def test_a_fault_in_preparing_a_graph_keeps_the_computed_output_and_is_noted_once(
+def test_a_fault_in_preparing_a_graph_keeps_the_computed_output_and_is_recorded_once(
     unet: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Preparing a CUDA graph runs out of memory, and making room for it has a fault. Both happen after the output was
-    computed."""
+    """After the output was computed, the capture of a CUDA graph runs out of memory, and then freeing memory for it
+    raises."""
     given = diffusers_arguments(a_call(unet))
     monkeypatch.setattr(runtime.services.holdings.made, "prepare", raises(torch.cuda.OutOfMemoryError("full")))
     monkeypatch.setattr("lib_onediff.runtime.network.Network.make_room", raises(IndexError("no room")))
@@ -228,11 +237,11 @@ def test_a_fault_in_preparing_a_graph_keeps_the_computed_output_and_is_noted_onc
 # --- reading a call ---------------------------------------------------------------------------------------------------
 
 
-def test_a_fault_while_a_call_is_read_leaves_it_to_the_host_and_is_logged_once(
+def test_a_fault_in_reading_the_arguments_leaves_the_call_to_the_host_and_is_logged_once(
     unet: nn.Module, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """timestep_of_batch is a part of reading diffusers' arguments. The output is equal to diffusers' own; the second
-    call is not logged again."""
+    """timestep_of_batch, which raises here, is a part of reading diffusers' arguments. Both outputs equal diffusers'
+    own; the fault at the second call is not logged again."""
     given = diffusers_arguments(a_call(unet))
     monkeypatch.setattr(diffusers_host, "timestep_of_batch", raises(IndexError("ours")))
     sentence = "a fault of OneDiff in the UNet's forward, please report it: ours"
@@ -243,11 +252,11 @@ def test_a_fault_while_a_call_is_read_leaves_it_to_the_host_and_is_logged_once(
     assert sum(record.exc_info is not None for record in caplog.records) == 1, "once"
 
 
-def test_arguments_that_diffusers_refuses_raise_diffusers_own_exception(
+def test_arguments_that_diffusers_refuses_raise_the_exception_of_diffusers(
     unet: nn.Module, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Type and text are those of diffusers' own forward. No fault is recorded, although our reading of the call
-    failed."""
+    """Class and text of the exception are those of diffusers' own forward. No fault is recorded, although OneDiff
+    failed to read these arguments too."""
     given: dict[str, Any] = diffusers_arguments(a_call(unet))
     for wrong in (
         {name: value for name, value in given.items() if name != "timestep"}, {**given, "nonsense": 1},
@@ -263,7 +272,7 @@ def test_arguments_that_diffusers_refuses_raise_diffusers_own_exception(
 
 
 def test_a_patched_method_refuses_invalid_arguments_as_without_our_patch() -> None:
-    """The exception is Python's for Owner.forward(), and does not mention the function that we have set."""
+    """Python's TypeError names Owner.forward(), and does not mention the function that we have set in its place."""
     class Owner:
         def forward(self, x: int) -> int:
             return x + 1
@@ -284,11 +293,11 @@ def test_a_patched_method_refuses_invalid_arguments_as_without_our_patch() -> No
     assert guard.faults == [] and reasons == [] and not guard.suspended
 
 
-def test_a_model_that_we_fail_to_read_runs_in_diffusers_and_is_logged_once(
+def test_a_model_that_we_fail_to_read_runs_in_diffusers_and_the_fault_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    """Families.read makes the layout of a model's layers. It is tried once; the first call has the fault as its reason,
-    and later ones that the model could not be read."""
+    """Families.read, which finds out a model's layers, raises. At the first call the status has the fault as its
+    reason, and later that OneDiff has failed to read the model. Outputs equal diffusers' own."""
     unet = diffusers_unet()
     given = diffusers_arguments(a_call(unet))
     monkeypatch.setattr(registry.Families, "read", raises(TypeError("ours")))

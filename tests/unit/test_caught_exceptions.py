@@ -1,5 +1,5 @@
-"""Every handler that catches all exceptions raises again, logs the traceback, or passes the exception on. And one
-function alone decides by an exception who serves a call."""
+"""Reads OneDiff's source. Every handler that catches all exceptions raises again, logs the traceback, or passes the
+exception on; and core/attempt.py alone decides by an exception whether OneDiff or the host serves a call."""
 from __future__ import annotations
 
 import ast
@@ -10,17 +10,18 @@ EVERYTHING = {"Exception", "BaseException"}
 # log.exception, the guard's note and give_up (a traceback and a sentence), traceback.print_exc where nothing is logged
 # (install.py, programs), and a Future's set_exception.
 TELL = {"exception", "note", "give_up", "print_exc", "set_exception"}
-# The folders in which it is decided who serves.
+# The folders of lib_onediff in which it is decided whether OneDiff or the host serves a call.
 DECIDING = ("hosts", "runtime", "steps")
 
 
 def sources() -> list[str]:
+    """The Python files of OneDiff, as paths in the repository."""
     files = [*(REPOSITORY / "lib_onediff").rglob("*.py"), *(REPOSITORY / "scripts").glob("*.py")]
     return sorted(path.relative_to(REPOSITORY).as_posix() for path in [*files, REPOSITORY / "install.py"])
 
 
 def silent(source: str) -> list[int]:
-    """The lines of handlers that catch everything, and neither raise, log nor pass it on."""
+    """The lines of handlers that catch all exceptions, and neither raise, log nor pass the exception on."""
     handlers = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ExceptHandler)]
     return [
         handler.lineno for handler in handlers
@@ -42,7 +43,7 @@ def tells(handler: ast.ExceptHandler) -> bool:
     )
 
 
-def test_every_handler_of_all_exceptions_raises_or_logs() -> None:
+def test_every_handler_that_catches_all_exceptions_raises_or_logs() -> None:
     """To pass: name the expected exceptions, raise again, or log with a traceback (exc_info)."""
     assert silent("try:\n    work()\nexcept Exception:\n    pass\n") == [3]
     assert silent("try:\n    work()\nexcept Exception:\n    log.exception('failed')\n") == []
@@ -55,7 +56,8 @@ def text_of(name: str) -> str:
 
 
 def decides(handler: ast.ExceptHandler) -> bool:
-    """Whether a handler of any exception, or of any lack of memory, decides who serves."""
+    """Whether a handler catches all exceptions or OutOfMemoryError, and neither makes an Attempt of it nor raises it
+    again."""
     kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
     names = {kind.id if isinstance(kind, ast.Name) else getattr(kind, "attr", None) for kind in kinds}
     takes_any = bool(names & {*EVERYTHING, "OutOfMemoryError", None})
@@ -79,12 +81,12 @@ def has_deciding_handler(function: ast.FunctionDef) -> bool:
     return any(isinstance(node, ast.ExceptHandler) and decides(node) for node in ast.walk(function))
 
 
-def test_only_core_attempt_turns_an_exception_into_the_choice_who_serves_a_call() -> None:
-    """What core.attempt makes of an exception decides who serves a call. To pass: use Attempt.of or attempted, or raise
-    again."""
-    rooms = tuple(f"lib_onediff/{room}/" for room in DECIDING)
+def test_only_core_attempt_decides_by_an_exception_whether_onediff_or_the_host_serves() -> None:
+    """In the folders DECIDING, other handlers of all exceptions or of OutOfMemoryError are in the functions listed here
+    only. To pass: use Attempt.of or attempted, or raise again."""
+    folders = tuple(f"lib_onediff/{folder}/" for folder in DECIDING)
     caught = set()
-    for name in filter(lambda name: name.startswith(rooms), sources()):
+    for name in filter(lambda name: name.startswith(folders), sources()):
         for function in ast.walk(ast.parse(text_of(name))):
             if isinstance(function, ast.FunctionDef) and has_deciding_handler(function):
                 caught.add(f"{name}:{function.name}")

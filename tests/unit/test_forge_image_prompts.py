@@ -1,4 +1,5 @@
-"""IP-Adapters of the Forge family are image prompts of our forward, where their source is known."""
+"""IP-Adapters in the Forge family: our forward computes them as image prompts if it knows the source of their
+function."""
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -23,7 +24,8 @@ ALWAYS = (999999999.9, 0.0)
 
 
 class Adapter:
-    """In the place of one cross attention, as the host's built-in extension has it; written anew."""
+    """The function that the host's built-in extension sets in place of a cross attention, written anew. number: of the
+    cross attention."""
 
     def __init__(self, number: int) -> None:
         self.k_key = f"{2 * number + 1}_to_k_ip"
@@ -54,17 +56,21 @@ class Adapter:
 
 
 class Stranger(Adapter):
+    """An adapter whose source is not in KNOWN."""
+
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, extra: dict[str, Any]) -> Tensor:
         return super().__call__(query, key, value, extra) * 2
 
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source of Adapter is the only one in KNOWN."""
     monkeypatch.setattr(image_prompts, "KNOWN", {source_digest(Adapter.__call__)})
 
 
 def adapters(count: int = 1, kind: type[Adapter] = Adapter, mask: Tensor | None = None, **changed: Any) -> dict:
-    """options with so many adapters in some of ldm's cross attentions."""
+    """transformer_options with this many IP-Adapters in three of ldm's cross attentions. kind: the class of their
+    functions. changed: other values for all adapters."""
     torch.manual_seed(1)
     unet = shared_ldm_unet()
     functions = {}
@@ -92,13 +98,15 @@ def adapters(count: int = 1, kind: type[Adapter] = Adapter, mask: Tensor | None 
 
 
 def elsewhere(key: tuple[str, int]) -> dict[str, Any]:
-    """options with an adapter that is also set for a stage that the UNet does not have, which the host never calls."""
+    """transformer_options with an adapter that is also set for a stage that the UNet does not have, which the host
+    never calls."""
     options = adapters()
     functions = options[REPLACED]["attn2"]
     return {**options, REPLACED: {"attn2": {**functions, key: functions["input", 1]}}}
 
 
 def made(options: dict[str, Any], **changes: Any) -> UNetCall:
+    """The call of our forward for these options."""
     call = a_call(shared_ldm_unet(), *SIZE, **changes)
     with torch.no_grad():
         found = image_prompts_of(shared_ldm_unet(), options, call.latent)
@@ -107,7 +115,7 @@ def made(options: dict[str, Any], **changes: Any) -> UNetCall:
 
 
 def error(options: dict[str, Any], **changes: Any) -> float:
-    """How far our forward is from the host's with the functions in it."""
+    """The relative error of our forward against the host's forward, which calls the adapters' functions."""
     ours = made(options, **changes)
     with torch.no_grad():
         expected = patched_output(shared_ldm_unet(), a_call(shared_ldm_unet(), *SIZE, **changes), dict(options))
@@ -118,10 +126,10 @@ def error(options: dict[str, Any], **changes: Any) -> float:
     lambda: adapters(), lambda: adapters(2),
     lambda: adapters(sigma_start=9.0, sigma_end=5.0), lambda: adapters(sigma_start=4.0, sigma_end=0.0),
     lambda: {**adapters(), "cond_or_uncond": [0]},
-], ids=["one", "two", "in its steps", "past its steps", "one prompt"])
-def test_known_ip_adapters_become_image_prompts_and_our_output_is_close_to_the_hosts(options: Any) -> None:
-    """Adapter stands for the extension's function, whose source is KNOWN here. A step outside of sigma_start and
-    sigma_end is computed without it."""
+], ids=["one", "two", "in its steps", "before its steps", "one prompt"])
+def test_known_ip_adapters_become_image_prompts_and_our_output_is_close_to_that_of_the_host(options: Any) -> None:
+    """options: with Adapter, whose source is KNOWN here. An adapter changes the output only in the steps between its
+    sigma_start and sigma_end. "one prompt": the call has no negative prompt."""
     options = options()
     ours = made(options)
     assert ours.patches is None and ours.image_prompts
@@ -129,11 +137,12 @@ def test_known_ip_adapters_become_image_prompts_and_our_output_is_close_to_the_h
     plain = relative_error(
         our_output(shared_ldm_unet(), ours), our_output(shared_ldm_unet(), a_call(shared_ldm_unet(), *SIZE))
     )
-    past_its_steps = options["sigmas"][0] > options[REPLACED]["attn2"]["middle", 0].sigma_start[0]
-    assert (plain < CLOSE) == bool(past_its_steps)
+    before_its_steps = options["sigmas"][0] > options[REPLACED]["attn2"]["middle", 0].sigma_start[0]
+    assert (plain < CLOSE) == bool(before_its_steps)
 
 
-def test_an_edited_weight_of_an_ip_adapter_takes_effect_at_the_next_call() -> None:
+def test_an_edited_strength_of_an_ip_adapter_takes_effect_at_the_next_call() -> None:
+    """Our output is compared with the host's before and after the edit."""
     options = adapters()
     assert error(options) < CLOSE
     for one in options[REPLACED]["attn2"].values():
@@ -147,8 +156,10 @@ def test_an_edited_weight_of_an_ip_adapter_takes_effect_at_the_next_call() -> No
     lambda: {**adapters(), "ad_params": {"sub_idxs": None}},
     lambda: {**adapters(), "cond_or_uncond": [1, 0, 0]},
     lambda: {**adapters(), REPLACED: {"attn2": {("input", 1): attended}}}, lambda: elsewhere(("input", 99)),
-], ids=["another source", "another way", "frames", "a mask", "AnimateDiff", "no such batch", "a function", "no stage"])
+], ids=["source", "weight_type", "unfold_batch", "mask", "AnimateDiff", "cond_or_uncond", "no adapter", "no stage"])
 def test_ip_adapters_that_our_forward_does_not_compute_run_as_functions_of_extensions(options: Any) -> None:
-    """Such an adapter is no image prompt, but a function that our forward calls (patches)."""
+    """options: with another source (Stranger), another weight_type, unfold_batch, a mask, AnimateDiff, a cond_or_uncond
+    that does not fit the batch, a function that is no adapter, or a stage that the UNet lacks. They are no image
+    prompts, but functions that our forward calls (patches)."""
     ours = made(options())
     assert ours.patches is not None and not ours.image_prompts
