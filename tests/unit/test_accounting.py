@@ -89,7 +89,7 @@ def holdings(card: Any = None, applied: int = 0) -> Any:
 
 @pytest.mark.parametrize(("budget", "allowed"), [(0, 250), (100, 100), (999, 999), (1000, 1000), (5000, 1000)])
 def test_the_budget_is_limited_to_the_gpu_memory_and_is_a_quarter_of_it_by_default(budget: int, allowed: int) -> None:
-    """budget: the option "Graph memory" in MiB; 0: the default. allowed: what graphs may take, in MiB. The pretended
+    """budget: the option memory_budget in MiB; 0: the default. allowed: what graphs may take, in MiB. The pretended
     Card has 1000 MiB."""
     assert holdings().allowed(budget, CUDA) == allowed * MEBIBYTE
 

@@ -1,8 +1,8 @@
-"""The ladder of backends: if one fails, the next one serves, and the entry has the reason. Backends and weights may
-change from call to call.
+"""The ladder of backends: if one fails, the next one serves, and the shape's entry in the runtime's table has the
+reason. The backend may change from call to call.
 
-There is no GPU here: our kernels are replaced by operators that do what a test wants, and a capture fails by itself.
-tests/gpu/test_bad_weather.py tests the same with the real backends.
+There is no GPU here: the native backend has torch's operators, which fail if a test wants it, and the capture of a
+graph fails, unless a test has pretended graphs. tests/gpu/test_bad_weather.py tests the same with the real backends.
 """
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def unet() -> nn.Module:
     "fault", [RuntimeError("CUDA error: an illegal\ninstruction"), NotImplementedError(), OSError(28, "no space left")],
     ids=lambda fault: type(fault).__name__,
 )
-def test_a_kernel_that_fails_leaves_the_call_to_the_next_backend(
+def test_if_a_kernel_fails_the_next_backend_serves_the_call(
     unet: nn.Module, native_operators: StandInOperators, fault: Exception
 ) -> None:
-    """The native backend's operators raise. It is tried once more at the next call of the shape, and other shapes still
-    use it."""
+    """The native backend's operators raise `fault`, and the backend cudagraph serves. The native backend is tried once
+    more at the next call of the shape, and another shape still uses it once it works again."""
     native_operators.fail_with(fault)
     call = a_call(unet)
     assert error(unet, call) < CLOSE
@@ -60,10 +60,11 @@ def test_a_kernel_that_fails_leaves_the_call_to_the_next_backend(
     assert served_by()[0] == "native", "another shape has not failed"
 
 
-def test_where_every_backend_fails_the_host_serves(
+def test_if_every_backend_fails_the_host_serves(
     unet: nn.Module, native_operators: StandInOperators, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The native backend's operators fail, and torch's, which all other backends use."""
+    """The native backend's operators raise, and so do torch's, which all other backends use. The output equals
+    diffusers' to the bit."""
 
     def broken(*given: Any) -> Tensor:
         raise RuntimeError("torch is broken too")
@@ -78,11 +79,11 @@ def test_where_every_backend_fails_the_host_serves(
     assert {entry.state for entry in runtime.table.entries()} == {State.FAILED}
 
 
-def test_a_backend_whose_output_differs_from_diffusers_is_not_used_again(
+def test_a_backend_whose_output_differs_from_that_of_diffusers_is_not_used_again(
     unet: nn.Module, native_operators: StandInOperators
 ) -> None:
-    """The gate is left out of the gated unit. The first call, which compares, returns diffusers' output; the second is
-    served and checked by the next backend."""
+    """The native backend leaves the gate out of the gated unit. The first call compares the outputs and returns
+    diffusers'; the second is served by the next backend, whose output is compared too."""
     native_operators.gated_by = lambda tokens, unit, consumer: tokens.chunk(2, dim=-1)[0]
     call = a_call(unet)
     assert torch.equal(served(unet, call), diffusers_output(unet, call)), "the host's output is there anyway"
@@ -102,10 +103,11 @@ def test_a_backend_whose_output_differs_from_diffusers_is_not_used_again(
     ],
     ids=lambda given: type(given).__name__,
 )
-def test_an_exception_in_a_capture_does_not_lose_the_output_and_is_the_reason(
+def test_if_the_capture_of_a_graph_raises_the_output_is_kept_and_the_status_has_the_reason(
     unet: nn.Module, native_operators: StandInOperators, monkeypatch: pytest.MonkeyPatch, fault: Exception, why: str
 ) -> None:
-    """prepare() of the graphs' maker raises. It is tried once for a shape."""
+    """prepare(), which captures a graph after the output was computed, raises `fault`. It is tried once for a shape.
+    why: the beginning of the reason."""
     attempts: list[Any] = []
 
     def fail(*arguments: Any) -> None:
@@ -124,7 +126,8 @@ def test_an_exception_in_a_capture_does_not_lose_the_output_and_is_the_reason(
 def test_out_of_memory_in_a_replay_frees_the_graphs_and_the_host_serves(
     unet: nn.Module, native_operators: StandInOperators, pretended: PretendedGraphs
 ) -> None:
-    """Afterwards the graph is captured again."""
+    """The host serves this call only. Once there is memory again, our forward serves, and the graph is captured
+    again."""
     full = False
 
     def replay() -> None:
@@ -152,7 +155,7 @@ def test_out_of_memory_in_a_replay_frees_the_graphs_and_the_host_serves(
 def test_kernels_are_loaded_on_another_thread_when_a_unet_is_compiled(
     native_operators: StandInOperators, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """prepare() loads the native backend's kernels. The compiling thread does not wait for it."""
+    """prepare() loads the native backend's kernels. It does not run on the thread that compiles the UNet."""
     prepared: list[Any] = []
     monkeypatch.setattr(
         runtime.devices.named(NATIVE), "prepare",
@@ -163,10 +166,10 @@ def test_kernels_are_loaded_on_another_thread_when_a_unet_is_compiled(
     assert prepared == [(unet.dtype, False)]
 
 
-def test_if_a_backend_does_not_load_the_next_one_serves_and_the_unet_can_be_freed(
+def test_if_the_kernels_cannot_be_loaded_the_next_backend_serves_and_the_unet_can_be_freed(
     native_operators: StandInOperators, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kept reason must not hold the exception, whose frames have the UNet."""
+    """OneDiff keeps the reason, but not the exception, whose frames refer to the UNet."""
 
     def fails(*given: Any, **more: Any) -> None:
         raise RuntimeError("no image for this device\nand more")
@@ -194,9 +197,9 @@ def convolutions_are_stored_in(unet: nn.Module, memory_format: torch.memory_form
     return all(module.weight.is_contiguous(memory_format=memory_format) for module in convolutions)
 
 
-def test_backends_may_take_turns_between_calls(native_operators: StandInOperators) -> None:
-    """The native backend stores convolutions channels-last, the others as they were; at the end, values and layout are
-    the first ones."""
+def test_the_backend_of_a_unet_may_change_between_calls(native_operators: StandInOperators) -> None:
+    """All outputs are close to diffusers'. The native backend stores convolutions channels-last, the others contiguous.
+    After uncompiling, the weights have their first values and memory format."""
     unet = diffusers_unet(**SMALL_XL)
     before = {name: value.clone() for name, value in unet.state_dict().items()}
     call = a_call(unet)
@@ -212,9 +215,11 @@ def test_backends_may_take_turns_between_calls(native_operators: StandInOperator
         assert torch.equal(value, before[name]) and value.is_contiguous(), name
 
 
-def test_weights_keep_their_layout_if_our_forward_and_the_hosts_alternate(native_operators: StandInOperators) -> None:
-    """Calls with an attention argument are the host's. They must not change the memory format back, which would
-    invalidate graphs."""
+def test_weights_keep_their_memory_format_if_our_forward_and_the_host_alternate(
+    native_operators: StandInOperators
+) -> None:
+    """The host serves calls with an argument of attention that our forward does not take. They must not change the
+    memory format back, which would invalidate graphs. In a sampling that is announced, and outside of one."""
     unet = small_xl()
     call = a_call(unet)
     given = call.latent, call.timestep, call.context

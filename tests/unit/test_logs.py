@@ -12,6 +12,7 @@ from lib_onediff.runtime.vae.route import decode_sentence
 
 @pytest.fixture(autouse=True)
 def no_details(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The console shows no details: the environment variable for them is not set."""
     monkeypatch.delenv(DEBUG_VARIABLE, raising=False)
 
 
@@ -22,7 +23,8 @@ def test_control_characters_in_a_name_are_replaced_on_the_console(capsys: pytest
     assert capsys.readouterr().err == "OneDiff: a?[2J?OneDiff: all is well??.ckpt is loaded\n"
 
 
-def test_a_line_on_the_console_has_onediffs_name_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_on_the_console_has_the_name_onediff_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """"OneDiff: " is put before messages that do not begin with the name."""
     show_on_console()
     for text in ("OneDiff: the driver is old", "OneDiff's output is used unchecked.", decode_sentence("ours", "")):
         logging.getLogger("onediff").info(text)
@@ -30,7 +32,8 @@ def test_a_line_on_the_console_has_onediffs_name_once(capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.splitlines() == shown
 
 
-def test_two_alternating_reasons_for_the_host_are_logged_once_each(capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_alternating_reasons_why_the_host_serves_are_logged_once_each(capsys: pytest.CaptureFixture[str]) -> None:
+    """note_host() counts each of 40 calls that the host serves."""
     show_on_console()
     call_stats = CallStats()
     for _ in range(20):

@@ -1,4 +1,5 @@
-"""Reasons why OneFlow cannot be used: those that need no OneFlow, and those read from the process that tests it."""
+"""The reasons why OneFlow cannot be used: those that are found without OneFlow, and those from the process that tries
+it."""
 from __future__ import annotations
 
 import json
@@ -30,12 +31,13 @@ GPU = torch.device("cuda", 0)
 
 
 def a_sentence(text: str | None) -> bool:
+    """Whether a reason can be shown to users as one short sentence: capitalised, on one line, without a full stop."""
     return text is not None and text[0].isupper() and "\n" not in text and not text.endswith(".") and len(text) < 300
 
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine that OneFlow supports, and a folder into which a test can install one."""
+    """The folder into which a test can install a package oneflow, on a machine that OneFlow supports."""
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(oneflow_gate, "PYTHON", sys.version_info[:2])
@@ -46,6 +48,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def install(folder: Path, version: str = "0.9.0", source: str = "raise SystemExit('it was imported')") -> None:
+    """Write a package oneflow of this version into a folder. source: its code."""
     (folder / "oneflow").mkdir()
     (folder / "oneflow" / "__init__.py").write_text(source)
     info = folder / f"oneflow-{version}.dist-info"
@@ -54,7 +57,8 @@ def install(folder: Path, version: str = "0.9.0", source: str = "raise SystemExi
 
 
 def tried(folder: Path, seconds: float = 120.0) -> str | None:
-    """The result of a gate whose other process finds this folder's packages first."""
+    """The reason that a gate finds whose other process imports packages from this folder first. None: OneFlow can be
+    used."""
     gate = OneFlowGate(seconds, {**os.environ, "PYTHONPATH": str(folder)})
     return gate.why_not(CPU, torch.float32)
 
@@ -63,11 +67,12 @@ def tried(folder: Path, seconds: float = 120.0) -> str | None:
     ((3, 13), "linux", "x86_64", ["Python 3.10", "3.13"]), (None, "win32", "AMD64", ["Linux", "AMD64"]),
     (None, "linux", "aarch64", ["Linux", "aarch64"]), (None, "linux", "x86_64", ["not installed", ".readme/hosts.md"]),
 ])
-def test_machines_without_oneflow_have_a_reason(
+def test_the_reason_names_the_python_system_processor_or_package_that_oneflow_lacks(
     monkeypatch: pytest.MonkeyPatch, machine: Path, python: tuple[int, int] | None, system: str, processor: str,
     said: list[str],
 ) -> None:
-    """Another Python, system or processor, or no package."""
+    """python: None for a version that OneFlow supports. said: parts of the reason. In the last case, only the package
+    is missing."""
     if python is not None:
         monkeypatch.setattr(oneflow_gate, "PYTHON", (3, 10))
         monkeypatch.setattr(sys, "version_info", (*python, 1))
@@ -81,7 +86,8 @@ def test_machines_without_oneflow_have_a_reason(
 @pytest.mark.parametrize(("version", "can"), [("0.9.0", True), ("0.9.1.dev20240515", True), ("0.7.0", False),
                                               ("1.0.0", False)])
 def test_only_oneflow_0_9_is_supported(machine: Path, version: str, can: bool) -> None:
-    """The version is read from the package's metadata: the package would end the process if it were imported."""
+    """can: whether this version can be used. It is read from the package's metadata; importing this package would end
+    the process."""
     install(machine, version)
     why = why_no_package()
     assert (why is None) == can
@@ -89,9 +95,10 @@ def test_only_oneflow_0_9_is_supported(machine: Path, version: str, can: bool) -
     assert "oneflow" not in sys.modules
 
 
-def test_a_folder_named_oneflow_is_not_the_package(
+def test_a_folder_named_oneflow_does_not_count_as_the_installed_package(
     machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The folder has no metadata. The reason says how to install the package."""
     (machine / "oneflow").mkdir()
     monkeypatch.setattr(sys, "path", [str(machine)])
     why = why_no_package()
@@ -105,12 +112,13 @@ def test_a_folder_named_oneflow_is_not_the_package(
 def test_devices_and_dtypes_that_oneflow_does_not_support_have_a_reason(
     device: torch.device, dtype: torch.dtype, part: str | None
 ) -> None:
+    """part: of the reason, why OneFlow cannot be used; None: it can."""
     why = why_not_for(device, dtype)
     assert why is None if part is None else a_sentence(why) and part in why
 
 
-def test_a_oneflow_that_crashes_or_hangs_gives_a_reason(machine: Path) -> None:
-    """It is tried in another process, for at most `seconds`."""
+def test_a_oneflow_that_crashes_or_hangs_when_it_is_tried_gives_a_reason(machine: Path) -> None:
+    """OneFlow is tried in another process, for at most `seconds`."""
     install(machine, source="import os; os.abort()")
     why = tried(machine)
     assert a_sentence(why) and "crashed in a test" in why and "oneflow" not in sys.modules
@@ -121,8 +129,9 @@ def test_a_oneflow_that_crashes_or_hangs_gives_a_reason(machine: Path) -> None:
     assert time.monotonic() - began < 60
 
 
-def test_oneflow_is_tested_once_in_the_background(machine: Path) -> None:
-    """waits=False returns at once: TRYING, or the result of the test. The package counts its imports in a file."""
+def test_oneflow_is_tried_once_in_the_background(machine: Path) -> None:
+    """why_not(waits=False) returns at once: TRYING, or the reason if it is known. The package of this test counts its
+    imports in a file."""
     install(machine, source="open(__file__ + '.tried', 'a').write('x'); raise ImportError('no such symbol')")
     gate = OneFlowGate(environment={**os.environ, "PYTHONPATH": str(machine)})
     assert gate.why_not(CPU, torch.float32, waits=False) == TRYING
@@ -132,7 +141,9 @@ def test_oneflow_is_tested_once_in_the_background(machine: Path) -> None:
     assert (machine / "oneflow" / "__init__.py.tried").read_text() == "x"
 
 
-def test_the_verdict_is_read_from_the_output_of_the_other_process() -> None:
+def test_the_reason_is_read_from_the_output_of_the_process_that_tries_oneflow() -> None:
+    """verdict_of(output, exit code) is the reason; None: OneFlow can be used. brief() shortens an error to its first
+    line that has text."""
     said = json.dumps({"error": ""})
     # Its output counts, and not its exit code: OneFlow may crash when the process ends.
     assert verdict_of("\n".join(["W2026 cuda", "[1, 2]", said, "{not there}"]), -6) is None
@@ -142,8 +153,8 @@ def test_the_verdict_is_read_from_the_output_of_the_other_process() -> None:
     assert brief("\x1b[1m\n\n first: \n second") == "first"
 
 
-def test_concurrent_threads_share_one_test_of_oneflow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an earlier version, a second thread started another test before the first one's thread was registered.
+def test_concurrent_threads_share_one_trial_of_oneflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an earlier version, a second thread started another trial before the first one's thread was registered.
     SlowThread makes that interval long."""
     made: list[threading.Thread] = []
 

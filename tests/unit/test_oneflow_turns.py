@@ -1,4 +1,5 @@
-"""OneFlow runs one thing at a time, because it crashes the process if it compiles one graph while it runs another."""
+"""OneFlow compiles or runs one graph at a time, because it crashes the process if it compiles one graph while it runs
+another."""
 from __future__ import annotations
 
 import re
@@ -24,7 +25,7 @@ SECONDS = 60
 
 
 class Watched:
-    """Replaces OneFlow: notes when two of its runs overlap, and waits when the test wants it."""
+    """Replaces OneFlow's runs: notes whether two of them overlap. A run ends only once may_end is set."""
 
     def __init__(self) -> None:
         self.may_end = threading.Event()
@@ -52,8 +53,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
 
 
 def test_no_graph_runs_while_another_one_is_compiled(watched: Watched) -> None:
-    """Watched replaces OneFlow's runs, and holds the compilation of call 1 until may_end is set. Meanwhile other calls
-    are refused with a reason, and a warm-up waits."""
+    """A graph is compiled at its first run. `watched` holds the compilation for the second call. Meanwhile, calls of
+    both graphs are refused with a reason, and a warm-up waits."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL), backend="eager")
     calls = [a_call(unet), a_call(unet, 16, 8)]
     for call in calls:

@@ -1,5 +1,5 @@
-"""UNets with hooks of accelerate, whose forward is on the instance: ours runs inside of it, and both can be
-removed in any order."""
+"""UNets with hooks of accelerate or torch, or with a forward that other code has set on the instance: what runs, and
+what stays after OneDiff is removed."""
 from __future__ import annotations
 
 from typing import Any
@@ -31,7 +31,7 @@ def calls_of_ours() -> int:
 
 
 def factor_and_calls(unet: Any) -> tuple[float, int]:
-    """(the output's factor to the host's, the number of calls that OneDiff served)"""
+    """(the factor between the output of the UNet and diffusers' own, the number of calls that OneDiff served)"""
     before = calls_of_ours()
     call = a_call(unet)
     output = served(unet, call)
@@ -43,11 +43,11 @@ def factor_and_calls(unet: Any) -> tuple[float, int]:
 
 @pytest.mark.parametrize("hook_first", [True, False])
 @pytest.mark.parametrize("hook_goes_first", [True, False])
-def test_our_forward_runs_inside_of_a_hook_and_each_can_be_removed_first(
+def test_our_forward_runs_inside_of_a_hook_of_accelerate_and_either_can_be_removed_first(
     unet: Any, hook_first: bool, hook_goes_first: bool
 ) -> None:
-    """The hook doubles the output: factor_and_calls() is (2, 1) with the hook and one call of ours. hook_first: it is
-    set before compiling; hook_goes_first: it is removed before uncompiling."""
+    """The hook doubles the output, so that factor_and_calls() is (2, 1) with both. hook_first: the hook is set before
+    compiling. hook_goes_first: the hook is removed before uncompiling."""
     for _ in range(2):
         if hook_first:
             hooks.add_hook_to_module(unet, Doubling())
@@ -68,7 +68,8 @@ def test_our_forward_runs_inside_of_a_hook_and_each_can_be_removed_first(
         assert factor_and_calls(unet) == (1.0, 0)
 
 
-def test_torchs_own_hooks_on_the_unet_run_around_ours(unet: Any) -> None:
+def test_forward_hooks_of_torch_run_before_and_after_our_forward(unet: Any) -> None:
+    """The hook after it doubles the output."""
     lib_onediff.compile_unet(unet)
     seen: list[str] = []
     unet.register_forward_pre_hook(lambda module, given: seen.append("before"))
@@ -82,7 +83,10 @@ def test_torchs_own_hooks_on_the_unet_run_around_ours(unet: Any) -> None:
     assert calls_of_ours() == before + 1
 
 
-def test_a_unet_whose_forward_other_code_has_replaced_is_refused_and_keeps_it(unet: Any) -> None:
+def test_a_unet_whose_forward_other_code_has_replaced_is_refused_and_keeps_that_forward(unet: Any) -> None:
+    """The other forward triples the output. If it is set after compiling, it runs instead of ours, and stays after
+    uncompiling."""
+
     def louder(*given: Any, **named: Any) -> Any:
         output = type(unet).forward(unet, *given, **named)
         return type(output)(sample=3 * output.sample)

@@ -1,4 +1,5 @@
-"""The search for whole steps: which steps it leaves out, and that DeepCache computes its trials."""
+"""The search for the steps of a sampling that DeepCache computes completely, as full passes (whole steps): which steps
+it caches first, and that DeepCache computes its trials."""
 from __future__ import annotations
 
 from functools import partial
@@ -13,14 +14,14 @@ from lib_onediff.demo import EMOJI_DIT
 from lib_onediff.public import compile_pipe, uncompile_pipe
 from lib_onediff.runtime.runtime import runtime
 
-# What it costs to leave each step out.
+# How much the score falls if a step is cached, for each step.
 COSTS = [100.0, 9.0, 8.0, 1.0, 7.0, 2.0, 6.0, 3.0]
 CPU = torch.device("cpu")
 
 
-def test_the_search_leaves_the_cheapest_steps_out_first() -> None:
-    """The score of a set of whole steps is minus the COSTS of the other steps. Found: the best sets of six and of
-    three."""
+def test_the_search_for_full_passes_caches_the_cheapest_steps_first() -> None:
+    """COSTS: how much the score falls if a step is cached. The search returns the best sets of six and of three full
+    passes."""
     def score(whole: frozenset[int]) -> float:
         return -sum(cost for index, cost in enumerate(COSTS) if index not in whole)
 
@@ -28,8 +29,8 @@ def test_the_search_leaves_the_cheapest_steps_out_first() -> None:
     assert found == {6: frozenset({0, 1, 2, 4, 6, 7}), 3: frozenset({0, 1, 2})}
 
 
-def test_whole_steps_are_moved_until_no_move_raises_the_score() -> None:
-    """The score is highest, 0, where the three whole steps are the wanted ones."""
+def test_full_passes_are_moved_by_one_step_until_no_move_raises_the_score() -> None:
+    """The score is highest, 0, if the three full passes are at the wanted steps."""
     wanted = frozenset({0, 3, 6})
 
     def score(whole: frozenset[int]) -> float:
@@ -38,9 +39,10 @@ def test_whole_steps_are_moved_until_no_move_raises_the_score() -> None:
     assert schedules.moved(score, 8, frozenset({0, 2, 5})) == wanted
 
 
-def test_trials_are_computed_by_deepcache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trial of 12 steps without whole steps 5 and 10 counts ten full and two cached steps, and its image is nearer to
-    the one of 12 full steps than that of a single full step is. Afterwards, the runtime has its own policies again."""
+def test_the_trials_of_the_search_are_computed_by_deepcache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a trial of 12 steps, 5 and 10 are cached: DeepCache counts ten full and two cached passes. Compared with the
+    image of 12 full passes, the trial's image has a higher PSNR than the image with one full pass. Afterwards, the
+    runtime has its own policies again."""
     monkeypatch.setattr(images, "SIDE", 64)
     pipe = images.load_model(EMOJI_DIT.name, torch.float32, CPU)
     policies = runtime.stepping.policies

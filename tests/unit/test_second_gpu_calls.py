@@ -1,5 +1,5 @@
-"""Calls on two GPUs: how rows are split, computed and joined; when and why one GPU computes; and how the second GPU's
-copy of the weights is updated."""
+"""Calls on two GPUs: how the rows of a batch are split, computed and joined; when and why one GPU computes; and how the
+second GPU's copy of the weights is updated. Two devices of the CPU stand for the GPUs (two_cpus.py)."""
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
@@ -27,9 +27,9 @@ from lib_onediff.runtime.two_gpus import NO_SECOND, second_card
 @pytest.mark.parametrize(("names", "rows"), [
     (("cat", "ugly"), "1+1"), (("cat", "dog", "ugly"), "2+1"), (("a", "b", "c", "d", "e", "f"), "3+3"),
 ])
-def test_the_rows_of_two_gpus_are_joined_in_their_order(names: Any, rows: str) -> None:
-    """rows: how the batch is split. Every output is compared with diffusers' own, on one GPU; the weights are copied
-    once."""
+def test_rows_computed_on_two_gpus_are_joined_in_the_order_of_the_batch(names: Any, rows: str) -> None:
+    """names: the prompts of the batch's rows. rows: how many rows each GPU computes. Every output is compared with
+    diffusers' own on one GPU; the weights are copied once."""
     served = OnTwoGpus.of()
     served.begin()
     first = served.call(names=names)
@@ -45,9 +45,9 @@ def test_the_rows_of_two_gpus_are_joined_in_their_order(names: Any, rows: str) -
 
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.usefixtures("unchecked")
-def test_a_controlnets_residuals_are_split_as_the_rows_are(rows: int) -> None:
-    """rows: of the residual; one row is for every row of the batch. Without the residual, the output would be
-    another."""
+def test_the_residuals_of_a_controlnet_are_split_like_the_rows_of_the_batch(rows: int) -> None:
+    """rows: of the residual; a single row is added to every row of the batch. The output is compared with ours on one
+    GPU, and differs from the one without the residual."""
     one = OnTwoGpus.of(second_gpu="off")
     two = OnTwoGpus.of()
     call = two.call()
@@ -59,8 +59,8 @@ def test_a_controlnets_residuals_are_split_as_the_rows_are(rows: int) -> None:
 
 
 @pytest.mark.parametrize("row", [0, 1, 2])
-def test_a_first_use_is_checked_in_every_row(row: int) -> None:
-    """An error of ours in one row is simulated by a host that gives another output in that row: the rows are then not
+def test_the_first_output_on_two_gpus_is_compared_with_that_of_the_host_in_every_row(row: int) -> None:
+    """An error of ours in one row is simulated by a host that gives another output in that row. The rows are then not
     split."""
     served = OnTwoGpus.of()
     served.begin()
@@ -72,7 +72,8 @@ def test_a_first_use_is_checked_in_every_row(row: int) -> None:
 
 
 def test_calls_of_two_threads_get_their_own_outputs() -> None:
-    """Each of twenty calls, of two threads in turn, gets the output for its own timestep."""
+    """Two threads make twenty calls, each with its own timestep. Each output is compared with diffusers' own for that
+    timestep."""
     served = OnTwoGpus.of()
     served.begin()
     calls = [served.call(time) for time in STEPS]
@@ -85,9 +86,8 @@ def test_calls_of_two_threads_get_their_own_outputs() -> None:
 # --- one GPU computes -------------------------------------------------------------------------------------------
 
 
-def test_after_the_guidance_has_ended_one_gpu_computes_the_prompts_row() -> None:
-    """With skip_negative_after=50, the last half of the steps leaves the negative prompt out, and one row cannot be
-    split."""
+def test_in_steps_without_the_negative_prompt_one_gpu_computes_the_only_row() -> None:
+    """With skip_negative_after=50, the second half of the steps leaves the negative prompt out."""
     served = OnTwoGpus.of(skip_negative_after=50)
     served.begin()
     splits = []
@@ -108,8 +108,8 @@ def test_after_the_guidance_has_ended_one_gpu_computes_the_prompts_row() -> None
     ),
 ])
 def test_a_call_that_cannot_be_split_by_rows_runs_on_one_gpu(more: dict[str, Any], reason: str) -> None:
-    """Functions of other extensions see all rows together; a batch of one has nothing to split. The count stays at
-    1."""
+    """more: the call has functions of other extensions, which need all rows together, or a batch of one. The number of
+    calls on two GPUs stays at 1, that of the usual call before. reason: a part of the reason in the status."""
     served = OnTwoGpus.of()
     served.begin()
     served.run(served.call())
@@ -120,7 +120,8 @@ def test_a_call_that_cannot_be_split_by_rows_runs_on_one_gpu(more: dict[str, Any
 
 
 def test_after_a_fault_on_the_second_gpu_the_first_computes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fault is counted once, the copy of the weights is freed, and OneDiff is not suspended."""
+    """Taking the rows for a GPU raises. The fault is recorded once, the copy of the weights is freed, and OneDiff is
+    not suspended. Outputs are close to diffusers' own."""
     def fails(*given: Any) -> None:
         raise RuntimeError("peer access is broken")
 
@@ -140,7 +141,8 @@ def test_after_a_fault_on_the_second_gpu_the_first_computes_alone(monkeypatch: p
     (TwoCpus([FIRST]), NO_SECOND), (Card(), "this UNet is on the CPU, not on a GPU"),
 ])
 def test_where_there_is_no_second_gpu_each_call_is_computed_once(cards: TwoCpus, reason: str) -> None:
-    """The entry of the shape counts one use for each of four calls, each with both rows."""
+    """cards: a machine with one GPU, or without a GPU. The entry of the shape counts one use for each of four calls,
+    each with both rows."""
     served = OnTwoGpus.of(cards=cards)
     served.begin()
     for time in STEPS[:4]:
@@ -153,17 +155,18 @@ def test_where_there_is_no_second_gpu_each_call_is_computed_once(cards: TwoCpus,
 THREE = [torch.device("cuda", index) for index in range(3)]
 
 
-@pytest.mark.parametrize(("first", "rooms", "expected"), [
+@pytest.mark.parametrize(("first", "free_gib", "expected"), [
     (0, (9, 9, 9), 1), (1, (9, 9, 9), 0), (0, (9, 1, 9), 2),
     (0, (9, 1, -2), "the weights take 4.0 GiB, cuda:1 has room for 1.0 GiB, cuda:2 has room for 0.0 GiB"),
 ])
-def test_the_second_gpu_is_the_next_one_with_room_for_the_weights(
-    first: int, rooms: tuple[int, ...], expected: int | str
+def test_the_second_gpu_is_the_next_one_with_enough_free_memory_for_the_weights(
+    first: int, free_gib: tuple[int, ...], expected: int | str
 ) -> None:
-    """The weights take 4 GiB. rooms: GiB free on three GPUs. expected: the chosen one's index, or why there is none."""
+    """The weights take 4 GiB. first: the index of the GPU with the UNet. free_gib: GiB free on each of three GPUs;
+    negative: too few already. expected: the index of the chosen GPU, or why there is none."""
     class Machine(TwoCpus):
         def room(self, device: torch.device) -> int:
-            return rooms[device.index] << 30
+            return free_gib[device.index] << 30
 
     try:
         assert second_card(THREE[first], 4 << 30, Machine(THREE)) == THREE[expected]  # type: ignore[index]
@@ -174,9 +177,9 @@ def test_the_second_gpu_is_the_next_one_with_room_for_the_weights(
 # --- the copy of the weights ------------------------------------------------------------------------------------
 
 
-def test_the_copy_of_the_weights_is_made_once_and_counted() -> None:
-    """torch counts one write (_version) for each copied parameter after three samplings, and none shares the UNet's
-    memory."""
+def test_the_copy_of_the_weights_is_made_once_and_its_bytes_are_in_the_status() -> None:
+    """After three samplings, torch has counted one write (_version) for each parameter of the copy. The copy shares no
+    memory with the UNet."""
     served = OnTwoGpus.of()
     weights = sum(parameter.nbytes for parameter in served.unet.parameters())
     for _ in range(3):
@@ -190,7 +193,7 @@ def test_the_copy_of_the_weights_is_made_once_and_counted() -> None:
 
 
 def test_each_checkpoint_has_its_own_copy_on_the_second_gpu_until_it_is_freed() -> None:
-    """The status counts the bytes of both; once the UNets are gone, none."""
+    """The status counts the bytes of both copies; once both UNets are freed, there are none."""
     served = OnTwoGpus.of()
     served.begin()
     served.run(served.call())
@@ -213,8 +216,8 @@ def test_switching_the_second_gpu_off_frees_the_copy_of_the_weights_at_once() ->
     assert not served.copies and served.second == {"calls": 1, "split": "", "reason": "", "bytes": 0}
 
 
-def test_after_out_of_memory_the_second_gpu_is_tried_again_when_the_weights_have_changed() -> None:
-    """Not at every sampling: each try would fail again, and take time."""
+def test_after_out_of_memory_the_second_gpu_is_tried_again_once_the_weights_have_changed() -> None:
+    """It is not tried at every sampling: each try would fail again, and take time."""
     served = OnTwoGpus.of()
     served.cards.full = True
     served.begin()
@@ -236,9 +239,9 @@ def test_after_out_of_memory_the_second_gpu_is_tried_again_when_the_weights_have
     assert served.second["split"] == "cpu + cpu:1, 1+1 rows"
 
 
-def test_weights_of_inference_mode_are_copied_anew_at_every_sampling() -> None:
-    """torch counts no edits of tensors that were made in inference mode. Three writes (_version) of the copy: one for
-    each sampling, and each output is that of the edited weights."""
+def test_weights_made_in_inference_mode_are_copied_to_the_second_gpu_at_every_sampling() -> None:
+    """torch counts no edits of such tensors, so that an edit cannot be noticed. Each output of three samplings is that
+    of the edited weights, and each parameter of the copy was written three times (_version)."""
     served = OnTwoGpus.of()
     with torch.inference_mode():
         unet = diffusers_unet(seed=5)
@@ -256,7 +259,8 @@ def test_weights_of_inference_mode_are_copied_anew_at_every_sampling() -> None:
 
 
 def test_tiling_is_switched_on_and_off_on_both_gpus() -> None:
-    """A1111 sets the padding mode of the convolutions. The copy follows, and is not made anew."""
+    """For tiling, A1111 sets the padding mode of the convolutions. The copy on the second GPU gets it too, and is not
+    made anew."""
     served = OnTwoGpus.of()
     call = served.call()
     outputs = []

@@ -1,5 +1,8 @@
-"""Later calls of a sampling on two GPUs are replayed by plans, the second GPU's first, and nothing stale is
-replayed."""
+"""Later calls of a sampling on two GPUs are replayed by plans (runtime/plan.py), which earlier calls have made, and
+never with old weights or inputs. Two devices of the CPU stand for the GPUs (two_cpus.py).
+
+traits: whether the host passes the prompt in new tensors at every call, as WebUIs do, or in the same ones.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -24,12 +27,12 @@ from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.two_gpus import Pair
 from lib_onediff.weights.scan import HostTraits
 
-HOSTS = pytest.mark.parametrize("traits", [WEBUI, HostTraits()], ids=["new tensors at every call", "the same prompt"])
+HOSTS = pytest.mark.parametrize("traits", [WEBUI, HostTraits()], ids=["new tensors at every call", "the same tensors"])
 
 
 @pytest.fixture
 def rows_without_plan(monkeypatch: pytest.MonkeyPatch, pretended: PretendedGraphs) -> list[int]:
-    """The rows of every part of a call that had no plan."""
+    """The number of rows of each part of a call that a GPU computed without a plan."""
     parts: list[int] = []
     serve_without_plan = OneCard.serve_without_plan
 
@@ -63,6 +66,8 @@ def signatures_differ_by_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def on_two_gpus(monkeypatch: pytest.MonkeyPatch, signatures_differ_by_gpu: None) -> Callable[..., OnTwoGpus]:
+    """A function that makes a small SDXL UNet served on two GPUs with pretended graphs, and begins a sampling."""
+
     def make(traits: HostTraits = WEBUI, **options: Any) -> OnTwoGpus:
         cards = TwoCpus()
         unet = diffusers_unet(**SMALL_XL)
@@ -76,7 +81,7 @@ def on_two_gpus(monkeypatch: pytest.MonkeyPatch, signatures_differ_by_gpu: None)
 
 
 def calls_of(served: OnTwoGpus, traits: HostTraits, count: int, start: int = 0) -> list[UNetCall]:
-    """The calls of some steps, with one prompt."""
+    """The calls of `count` steps with one prompt. start: the first step."""
     first = served.call(STEPS[0])
     calls = [served.call(STEPS[step]) for step in range(start, start + count)]
     if traits is WEBUI:
@@ -85,7 +90,7 @@ def calls_of(served: OnTwoGpus, traits: HostTraits, count: int, start: int = 0) 
 
 
 def ready(served: OnTwoGpus, traits: HostTraits) -> list[UNetCall]:
-    """Calls for which both GPUs have plans."""
+    """Eight calls, of which four were made, so that both GPUs have plans for the others."""
     calls = calls_of(served, traits, 8)
     for call in calls[:4]:
         assert close(served.run(call), host_output(served, call))
@@ -94,12 +99,12 @@ def ready(served: OnTwoGpus, traits: HostTraits) -> list[UNetCall]:
 
 
 @HOSTS
-def test_later_calls_are_replayed_on_both_gpus_the_second_first(
+def test_later_calls_are_replayed_by_plans_on_both_gpus_and_the_second_gpu_starts_first(
     traits: HostTraits, rows_without_plan: list[int], on_two_gpus: Callable[..., OnTwoGpus], pretended: PretendedGraphs,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A replay of a plan takes no look for one: no rows are without a plan. The second GPU starts first, so that both
-    compute at the same time."""
+    """No part of these calls is computed without a plan. The second GPU starts first, so that both compute at the same
+    time. Outputs are compared with diffusers' own."""
     served = on_two_gpus(traits)
     calls = ready(served, traits)
     rows_without_plan.clear()
@@ -124,8 +129,9 @@ def change_by_loading(unet: Any) -> None:
 def test_no_replay_has_old_weights_or_an_old_prompt(
     begins: bool, traits: HostTraits, rows_without_plan: list[int], on_two_gpus: Callable[..., OnTwoGpus]
 ) -> None:
-    """The changes are noticed by torch's counts of edits, or only by their values or addresses. begins: a sampling
-    begins after each."""
+    """Outputs after each of four changes of the weights, and with another prompt, are compared with diffusers' own.
+    Some changes are visible in torch's counts of edits, others only in values or addresses. begins: a sampling begins
+    after each change."""
     served = on_two_gpus(traits)
     calls = ready(served, traits)
     changes = change_in_place, change_one_layer, change_by_data, change_by_loading
@@ -143,7 +149,7 @@ def test_no_replay_has_old_weights_or_an_old_prompt(
 def test_switching_the_second_gpu_off_or_on_takes_effect_at_the_next_call(
     traits: HostTraits, rows_without_plan: list[int], on_two_gpus: Callable[..., OnTwoGpus]
 ) -> None:
-    """Its copy of the weights is freed and made again with it."""
+    """The second GPU's copy of the weights is freed when it is switched off, and made again when it is switched on."""
     served = on_two_gpus(traits)
     calls = ready(served, traits)
     known = served.runtime.services.networks[served.unet]
@@ -160,7 +166,7 @@ def test_switching_the_second_gpu_off_or_on_takes_effect_at_the_next_call(
 def test_full_and_cached_passes_of_deepcache_are_replayed_on_both_gpus(
     rows_without_plan: list[int], on_two_gpus: Callable[..., OnTwoGpus]
 ) -> None:
-    """Compared with DeepCache on one GPU, without graphs."""
+    """Outputs are compared with those of DeepCache on one GPU, without graphs."""
     served = on_two_gpus(**EVERY_THIRD)
     one = OnTwoGpus.of(SMALL_XL, second_gpu="off", backend=EAGER, **EVERY_THIRD)
     for _ in range(2):
@@ -173,10 +179,11 @@ def test_full_and_cached_passes_of_deepcache_are_replayed_on_both_gpus(
     assert served.runtime.status()["route"] == "graph"
 
 
-def test_after_an_edit_of_the_weights_deepcache_computes_a_full_step_on_both_gpus(
+def test_after_an_edit_of_the_weights_deepcache_computes_a_full_pass_on_both_gpus(
     rows_without_plan: list[int], on_two_gpus: Callable[..., OnTwoGpus]
 ) -> None:
-    """The eighth step would have been a cached one, with features of the old weights."""
+    """Without the edit, the eighth step would be a cached pass, which has features of the old weights. The output is
+    compared with diffusers' own with the new weights."""
     served = on_two_gpus(**EVERY_THIRD)
     calls = calls_of(served, WEBUI, 8)
     for call in calls[:7]:

@@ -1,5 +1,5 @@
-"""Later calls of a sampling are replayed by plans that the first ones have made, and changes between two calls are
-noticed."""
+"""Later calls of a sampling are replayed by plans (runtime/plan.py), which earlier calls have made; after a change
+between two calls, no outdated plan is replayed."""
 from __future__ import annotations
 
 import weakref
@@ -38,7 +38,7 @@ KEYS = "mid_block.attentions.0.transformer_blocks.0.attn2.to_k"
 
 @pytest.fixture
 def calls_without_plan(monkeypatch: pytest.MonkeyPatch, pretended: PretendedGraphs) -> list[UNetCall]:
-    """The calls that had no plan."""
+    """The calls that were computed without a plan."""
     calls: list[UNetCall] = []
     begin = BackendChoice.begin
 
@@ -60,13 +60,14 @@ def run(unet: nn.Module, call: UNetCall, step: int = 0) -> tuple[str, float]:
 
 
 def ready(unet: nn.Module, call: UNetCall, of: Callable[[UNetCall], UNetCall] = lambda call: call) -> None:
-    """Make three calls of a shape: the first is checked, the second is captured, the third replays and makes a plan,
-    which the next call uses."""
+    """Make three calls of a shape: the first is checked against the host, the second is captured, the third replays and
+    makes a plan, which the next call uses. of: makes the call for each of them."""
     routes = [run(unet, of(call), step)[0] for step in range(3)]
     assert routes == ["plain", "plain", "graph"], runtime.status()["reason"]
 
 
 def copied(call: UNetCall) -> UNetCall:
+    """The same call with the prompt in new tensors."""
     return replace(call, context=call.context.clone(), y=None if call.y is None else call.y.clone())
 
 
@@ -75,9 +76,11 @@ def unet() -> Any:
     return lib_onediff.compile_unet(diffusers_unet(**SMALL_XL), backend=NATIVE)
 
 
-def test_within_a_sampling_a_prompt_in_new_tensors_is_replayed(unet: Any, calls_without_plan: list[UNetCall]) -> None:
-    """Also with other values, as [a:b:0.5] gives them in the middle of a sampling. Only the first call of the next
-    sampling has no plan, because the prompt is in new tensors."""
+def test_within_a_sampling_calls_with_the_prompt_in_new_tensors_are_replayed_by_the_plan(
+    unet: Any, calls_without_plan: list[UNetCall]
+) -> None:
+    """The prompt may also have other values, as the syntax [a:b:0.5] gives it in the middle of a sampling. The first
+    call of the next sampling has no plan. Outputs are compared with diffusers' own."""
     call = a_call(unet)
     runtime.begin_sampling(unet)
     ready(unet, call, copied)
@@ -93,6 +96,7 @@ def test_within_a_sampling_a_prompt_in_new_tensors_is_replayed(unet: Any, calls_
 
 
 def move(unet: nn.Module, call: UNetCall) -> UNetCall:
+    """Replace a weight by one at another address, with other values."""
     weight = unet.get_submodule("conv_in").weight
     weight.data = weight.detach().clone() * 1.5
     return call
@@ -118,7 +122,7 @@ def other_settings(unet: nn.Module, call: UNetCall) -> UNetCall:
     return call
 
 
-# And whether the call has no plan.
+# What happens between two calls, and whether the second one then has no plan.
 CHANGES = {
     move: True, edit_keys: True, another_prompt: False, purge: True, other_settings: True,
 }
@@ -128,8 +132,8 @@ CHANGES = {
 def test_a_replay_computes_with_the_weights_prompt_and_settings_of_its_own_call(
     unet: Any, calls_without_plan: list[UNetCall], change: Callable[[nn.Module, UNetCall], UNetCall]
 ) -> None:
-    """CHANGES: what happens between two calls, and whether the second one then has no plan. The output is compared with
-    the host's after the change."""
+    """change: what happens between two calls; CHANGES: whether the second call then has no plan. The output is compared
+    with the host's after the change."""
     call = a_call(unet)
     ready(unet, call)
     run(unet, call, 3)
@@ -139,9 +143,11 @@ def test_a_replay_computes_with_the_weights_prompt_and_settings_of_its_own_call(
     assert route in ("plain", "graph") and error < CLOSE and len(calls_without_plan) == 3 + CHANGES[change]
 
 
-def test_after_an_edit_every_shape_is_checked_again(unet: Any, calls_without_plan: list[UNetCall]) -> None:
-    """Also if a call of another shape was the first one to notice the edit: what a check has shown holds for the
-    weights before it."""
+def test_after_an_edit_every_shape_is_checked_against_the_host_again(
+    unet: Any, calls_without_plan: list[UNetCall]
+) -> None:
+    """A check holds only for the weights that it was made with. A call of another shape is the first after the edit;
+    the next call of the shape that had a plan is computed without a graph all the same."""
     call = a_call(unet)
     ready(unet, call)
     run(unet, call, 3)
@@ -154,8 +160,9 @@ def test_after_an_edit_every_shape_is_checked_again(unet: Any, calls_without_pla
 
 
 def test_a_lora_of_another_strength_is_merged_before_the_replay(unet: Any, calls_without_plan: list[UNetCall]) -> None:
-    """As a LoRA whose strength changes with the steps, on A1111: the host merges it lazily in its own forward, which a
-    replay does not run, so OneDiff asks for the merge (sync_lora) at each call."""
+    """On A1111, the strength of a LoRA may change with the steps. A1111 merges the LoRA in its own forward, which a
+    replay does not run, so that OneDiff asks for the merge (sync_lora) at each call. The output is compared with
+    diffusers' own with the merged weights."""
     lora: dict[str, float] = {"wanted": 1.0, "merged": 1.0}
 
     def merge(layers: Any) -> None:
@@ -184,11 +191,11 @@ def output_without_host(unet: nn.Module, call: UNetCall) -> Tensor:
 
 
 @pytest.mark.parametrize("looks", [True, False], ids=["a page looks", "nobody looks"])
-def test_an_unsupported_change_is_noticed_by_the_next_call_even_if_a_page_has_read_the_unet_before_it(
+def test_after_an_unsupported_change_the_host_serves_even_if_a_page_has_read_the_unet_before(
     unet: Any, calls_without_plan: list[UNetCall], looks: bool
 ) -> None:
-    """looks: a page or a pre-warm reads the layout between the change, which is a hook, and the call. Also when the
-    hook is removed."""
+    """The change is a hook on a layer; once it is removed, OneDiff serves again. looks: a page or a pre-warm reads the
+    layout between the change and the next call, which must still notice the change."""
     call = a_call(unet)
     ready(unet, call)
     hook = unet.get_submodule("conv_in").register_forward_hook(lambda module, given, output: 2 * output)
@@ -205,8 +212,8 @@ def test_an_unsupported_change_is_noticed_by_the_next_call_even_if_a_page_has_re
 
 
 def test_a_generation_inside_another_has_its_own_settings(unet: Any, calls_without_plan: list[UNetCall]) -> None:
-    """As an extension's that repairs faces while the image around them is being made. Afterwards, the outer settings
-    hold and its graph is replayed."""
+    """An extension that repairs faces makes such a generation while the image around the face is being made.
+    Afterwards, the outer settings hold, and the outer generation's graph is replayed."""
     call = a_call(unet)
     ready(unet, call)
     with generating(runtime, Settings(enabled=False), "off for this face"):
@@ -218,7 +225,7 @@ def test_a_generation_inside_another_has_its_own_settings(unet: Any, calls_witho
 
 
 class Louder(PatchPoints):
-    """An extension's function in the middle of the UNet."""
+    """A function of an extension that multiplies the output of the UNet's middle by 1.5."""
 
     structure = ("middle by somebody",)
 
@@ -232,7 +239,8 @@ class Louder(PatchPoints):
 def test_calls_with_and_without_an_extensions_function_have_their_own_graphs(
     unet: Any, calls_without_plan: list[UNetCall]
 ) -> None:
-    """Perturbed attention guidance makes both kinds of calls in each step."""
+    """Perturbed attention guidance makes calls of both kinds in each step. The output with the function is compared
+    with that of torch's operators without a graph, and differs from that without the function."""
     call = a_call(unet)
     ready(unet, call)
     patched = replace(call, patches=Louder())
@@ -262,7 +270,7 @@ def test_after_a_purge_no_plan_keeps_a_graph_alive(unet: Any, calls_without_plan
 
 
 def test_a_sampling_begins_without_plans_but_with_the_graphs(unet: Any, calls_without_plan: list[UNetCall]) -> None:
-    """Its first call looks its graph up, and replays it."""
+    """The first call of a sampling has no plan, but finds the graph that was captured before, and replays it."""
     call = a_call(unet)
     runtime.begin_sampling(unet)
     ready(unet, call)
@@ -273,8 +281,10 @@ def test_a_sampling_begins_without_plans_but_with_the_graphs(unet: Any, calls_wi
     assert run(unet, call, 4)[0] == "graph" and len(calls_without_plan) == 4
 
 
-def test_a_replay_shows_no_reason_of_another_unets_deepcache(unet: Any, calls_without_plan: list[UNetCall]) -> None:
-    """DeepCache is inactive for the other UNet, and was never asked for by this one."""
+def test_a_replay_does_not_show_why_deepcache_was_inactive_for_another_unet(
+    unet: Any, calls_without_plan: list[UNetCall]
+) -> None:
+    """DeepCache is on, but inactive for the other UNet. It is off for this one, so that the status has no reason."""
     call = a_call(unet)
     other = lib_onediff.compile_unet(diffusers_unet(seed=1), deepcache_interval=3)
     ready(unet, call)

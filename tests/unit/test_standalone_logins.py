@@ -1,4 +1,4 @@
-"""Logins of the demo: wrong passwords make a client wait, and no others."""
+"""Logins of the demo: wrong passwords make a client wait before the next try, and no other client."""
 from __future__ import annotations
 
 import asyncio
@@ -32,7 +32,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def log_in(clock: Clock) -> Any:
-    """A function that tries a password: returns whether it is right, or the seconds to wait."""
+    """A function that tries a password: returns whether it is right, or the seconds that the client must wait first."""
     checked = Logins(ACCOUNTS, clock)
 
     def log_in_from(name: str, password: str, address: str = "10.0.0.1") -> Any:
@@ -49,8 +49,8 @@ def log_in(clock: Clock) -> Any:
     return log_in_from
 
 
-def test_accounts_are_read_from_the_command_lines_text() -> None:
-    """A password may contain a colon."""
+def test_accounts_are_parsed_from_the_text_on_the_command_line() -> None:
+    """The text: name:password,name:password. A password may contain a colon."""
     assert accounts_in("ann:one,bob:two:parts") == ACCOUNTS and accounts_in("") == {}
 
 
@@ -62,8 +62,8 @@ def test_right_passwords_are_accepted_and_wrong_ones_are_not(log_in: Any) -> Non
 
 
 def test_after_five_wrong_passwords_each_further_one_doubles_the_wait(log_in: Any, clock: Clock) -> None:
-    """A number is the seconds that the client must wait, during which no password is checked. After a long pause, the
-    count begins anew."""
+    """log_in() returns False for a wrong password, and the seconds to wait (1, 2, 4, 8) while no password is checked.
+    After a pause of 1000 seconds, the wrong passwords are forgotten."""
     assert [log_in("ann", str(number)) for number in range(5)] == [False] * 5
     waits = []
     for _ in range(8):
@@ -75,7 +75,7 @@ def test_after_five_wrong_passwords_each_further_one_doubles_the_wait(log_in: An
 
 
 def test_fewer_than_140_passwords_can_be_tried_in_an_hour(log_in: Any, clock: Clock) -> None:
-    """A client that tries every half second."""
+    """The client tries a password every half second. Tries during which no password is checked do not count."""
     guesses = 0
     end = clock.now + 3600
     while clock.now < end:
@@ -84,8 +84,11 @@ def test_fewer_than_140_passwords_can_be_tried_in_an_hour(log_in: Any, clock: Cl
     assert guesses < 140
 
 
-def test_wrong_passwords_delay_only_their_account_at_their_address(log_in: Any, clock: Clock) -> None:
-    """So that nobody can lock a user out by typing wrong passwords for her."""
+def test_wrong_passwords_delay_only_the_account_and_address_that_they_were_tried_with(
+    log_in: Any, clock: Clock
+) -> None:
+    """Nobody can lock a user out by trying wrong passwords for her account from another address. The right password
+    resets the count."""
     for name in ("ann", *map(str, range(50))):
         for _ in range(10):
             log_in(name, "wrong")
@@ -97,8 +100,8 @@ def test_wrong_passwords_delay_only_their_account_at_their_address(log_in: Any, 
     assert log_in("ann", "wrong") is False, "the right password resets the count"
 
 
-def test_an_ipv6_network_counts_as_one_client(log_in: Any) -> None:
-    """A provider gives a customer a whole network (/64), so that each try could come from another address."""
+def test_all_addresses_of_an_ipv6_network_count_as_one_client(log_in: Any) -> None:
+    """Providers give each customer a whole network (/64), so that each try could come from another address."""
     for number in range(6):
         log_in("ann", "wrong", f"2001:db8::{number:x}")
     assert log_in("ann", "one", "2001:db8::ffff") is not True
@@ -106,13 +109,15 @@ def test_an_ipv6_network_counts_as_one_client(log_in: Any) -> None:
 
 
 def test_the_number_of_counts_kept_in_memory_is_limited(log_in: Any) -> None:
+    """A count is that of the wrong passwords for one account from one address."""
     for number in range(logins.MOST_COUNTS + 100):
         log_in("ann", "wrong", f"address {number}")
     assert len(log_in.logins._failures) == logins.MOST_COUNTS
 
 
-def test_the_login_check_is_awaited_by_gradio_and_gets_the_clients_address() -> None:
-    """gradio awaits a check that is a coroutine function, and passes on its exceptions."""
+def test_the_login_check_is_a_coroutine_function_and_gets_the_address_of_the_client() -> None:
+    """gradio awaits a check that is a coroutine function, and passes on its exceptions. An app of FastAPI stands for
+    gradio's; the middleware KnowsClient gives the check the address."""
     assert inspect.iscoroutinefunction(Logins(ACCOUNTS).check)
     app = FastAPI()
     checked = Logins(ACCOUNTS)
