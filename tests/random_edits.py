@@ -83,12 +83,13 @@ def of_both(edit: Callable[[Any, random.Random], Undo | None]) -> Callable[[Pair
 
 
 def with_sites(edit: Callable[..., Undo | None]) -> Callable[[Pair, int], Undo | None]:
-    """Edit.make for an edit of code that both networks run."""
+    """Edit.make for an edit of code that both networks run. The edit gets the pair's sites: the names of functions on
+    which the network's output depends."""
     return lambda pair, seed: edit(pair.sites, random.Random(seed))
 
 
 def of_both_with_sites(edit: Callable[..., Undo | None]) -> Callable[[Pair, int], Undo | None]:
-    """As of_both, for an edit that also gets the pair's sites."""
+    """As of_both, for an edit that also gets the pair's sites (see with_sites)."""
     def make(pair: Pair, seed: int) -> Undo | None:
         def one(network: Any, chance: random.Random) -> Undo | None:
             return edit(network, pair.sites, chance)
@@ -100,12 +101,13 @@ def of_both_with_sites(edit: Callable[..., Undo | None]) -> Callable[[Pair, int]
 
 
 def on_theirs(edit: Callable[..., Undo | None]) -> Callable[[Pair, int], Undo | None]:
-    """Edit.make for an edit of all networks in the process. It chooses what to edit by looking at the twin."""
+    """Edit.make for an edit that changes all networks in the process. The edit gets the twin, to choose what to
+    edit."""
     return lambda pair, seed: edit(pair.theirs, random.Random(seed))
 
 
 def on_pair(edit: Callable[..., Undo | None]) -> Callable[[Pair, int], Undo | None]:
-    """Edit.make for an edit that takes the pair."""
+    """Edit.make for an edit that gets the whole pair."""
     return lambda pair, seed: edit(pair, random.Random(seed))
 
 
@@ -196,7 +198,7 @@ def text_of(plan: Sequence[Step]) -> str:
 
 
 def plan_of(text: str) -> list[Step]:
-    """The plan that text_of has written."""
+    """The plan of a text that text_of has returned."""
     plan: list[Step] = []
     for part in filter(None, map(str.strip, text.split(";"))):
         name, *numbers = part.split(":")
@@ -224,7 +226,8 @@ class Tally:
     """The counts of one kind of edits.
 
     edits: how many were made or undone. calls: the calls after them, by route. raised: calls in which both networks
-    raised the same exception. wrong, not_again: how many failed with Wrong and NotAgain. worst: the largest error.
+    raised exceptions of the same class. wrong, not_again: how many failed with Wrong and NotAgain. worst: the largest
+    relative error.
     """
 
     edits: int = 0
@@ -250,8 +253,8 @@ def tensors_in(given: Given) -> list[Tensor]:
 
 
 def attempt(pair: Pair, caller: Any, given: Given) -> Any:
-    """The output of a call, or its exception; and the state of torch's random generator afterwards, None on a GPU or
-    after an exception. Each call starts with the same state."""
+    """(the output of a call, or its exception; the state of torch's random generator afterwards, or None on a GPU and
+    after an exception). Each call starts with the same state."""
     torch.manual_seed(0)
     try:
         answer = pair.answer(caller, given)
@@ -322,8 +325,8 @@ def compare(pair: Pair, name: str, ours_by: Any, theirs_by: Any, given: Given, t
 
 
 def repeated(pair: Pair, ours_by: Any, theirs_by: Any, given: Given, theirs: Tensor) -> str:
-    """The errors of a second output of each network against the host's first one, as a text. It shows whether a fault
-    lasts."""
+    """A text with the errors of a second output of each network against the host's first output. It shows whether a
+    fault lasts."""
     found = ""
     for name, caller in (("the host", theirs_by), ("ours", ours_by)):
         again, _ = attempt(pair, caller, given)
@@ -333,8 +336,8 @@ def repeated(pair: Pair, ours_by: Any, theirs_by: Any, given: Given, theirs: Ten
 
 
 def given_now(pair: Pair, seed: int) -> Given:
-    """The inputs of a seed, changed by the edits of inputs in effect. A change that fails on the result of another one
-    is left out."""
+    """The inputs of a seed, changed by the edits of inputs that are in effect. A change that raises an error on the
+    result of another one is left out."""
     given = pair.inputs(seed)
     for change in pair.changes:
         with contextlib.suppress(Exception):
@@ -384,8 +387,8 @@ def run_plan(pair: Pair, plan: Sequence[Step], tallies: Tallies, deadline: float
 
 
 def made(step: Make, pair: Pair) -> Undo | None:
-    """Make an edit. Returns the function that undoes it; None if it stays, or if the networks have nothing to edit.
-    Raises Wrong if it only works on one of them."""
+    """Make an edit. Returns the function that undoes it; None if it is never undone, or if the networks have nothing to
+    edit. Raises Wrong if it only works on one of them."""
     try:
         return step.edit.make(pair, step.seed)
     except Inapplicable:

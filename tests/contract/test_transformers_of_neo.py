@@ -1,4 +1,5 @@
-"""Forge Neo's transformers, computed by OneDiff: outputs close to the host's, with LoRAs and edits too."""
+"""OneDiff computes Forge Neo's transformers: the outputs are close to those of the host's own forward, also with LoRAs
+and after edits of weights. The host is a stand-in for Neo with small random networks."""
 from __future__ import annotations
 
 import copy
@@ -28,18 +29,19 @@ from lib_onediff.weights.low_bit import every_low_bit_layer
 HOSTS = (AnimaHost, Krea2Host, ZImageHost, Lumina2Host)
 # Latent height and width, batch, and tokens of the prompt.
 SIZES = [((8, 8), 2, 20), ((17, 23), 1, 20), ((17, 23), 3, 512), ((6, 32), 2, 601), ((32, 6), 1, 1)]
-# The lengths of prompts, in tokens, that shapes are made for: one chunk, and more.
+# Lengths of prompts to pre-warm, in tokens: one chunk of 77, and more.
 WARMED_TOKENS = (77, 601)
 
 
 @pytest.fixture(params=HOSTS, ids=lambda kind: kind.model)
 def host(fresh_runtime: None, request: pytest.FixtureRequest) -> Iterator[TransformerHost]:
+    """A stand-in for Neo with one of the transformers. OneDiff is off until begin() or start()."""
     with running("neo", request.param) as made:
         yield made
 
 
-def test_our_output_is_close_to_the_hosts_at_every_size(host: TransformerHost) -> None:
-    """Odd sizes, several batches, and prompts of 1 to 601 tokens."""
+def test_our_output_is_close_to_the_host_output_at_every_size(host: TransformerHost) -> None:
+    """SIZES has odd sizes, several batches, and prompts of 1 to 601 tokens."""
     expected = [host.output(*size) for size in SIZES]
     host.begin()
     for size, theirs in zip(SIZES, expected, strict=True):
@@ -48,7 +50,8 @@ def test_our_output_is_close_to_the_hosts_at_every_size(host: TransformerHost) -
 
 
 def test_an_edit_of_any_parameter_in_place_takes_effect_at_the_next_call(host: TransformerHost) -> None:
-    """Every seventh parameter is edited in turn. own_output() is the host's own, with the same edits."""
+    """After each edit, our output is close to own_output(), that of the host's forward with the same edits, and differs
+    from the one before. To save time, only every seventh parameter is edited."""
     host.begin()
     before = host.output()
     names = [name for name, _ in host.unet.named_parameters()]
@@ -62,8 +65,10 @@ def test_an_edit_of_any_parameter_in_place_takes_effect_at_the_next_call(host: T
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_in_half_precision_our_error_is_not_above_the_hosts(host: TransformerHost, dtype: torch.dtype) -> None:
-    """exact: the host's output with the same weights in float32. Our error may be a tenth larger than the host's."""
+def test_in_half_precision_our_error_is_at_most_a_tenth_larger_than_that_of_the_host(
+    host: TransformerHost, dtype: torch.dtype
+) -> None:
+    """Both errors are against exact, the host's output with the same weights in float32."""
     network = host.unet.to(dtype)
     network.storage_dtype = network.computation_dtype = dtype
     # Makes the residual much larger than what is added to it, so that its rounding changes the output.
@@ -81,12 +86,12 @@ def test_in_half_precision_our_error_is_not_above_the_hosts(host: TransformerHos
 @pytest.mark.parametrize(("online", "stored"), [
     (True, torch.float32), (False, torch.float32), (True, torch.float16), (True, torch.bfloat16),
 ], ids=str)
-def test_loras_on_every_kind_of_layer_are_in_our_images(
+def test_our_images_with_loras_on_every_kind_of_layer_are_close_to_those_of_the_host(
     host: TransformerHost, online: bool, stored: torch.dtype
 ) -> None:
-    """Our images are close to the host's with the same LoRAs; without them, the first image comes again to the bit.
-    online: whether LoRAs are computed at each use, or merged by the host. stored: the dtype of the weights; products
-    are in float32."""
+    """Images with several LoRAs are made in turn. The last image has no LoRA, as the first, and equals it bit for bit.
+    online: whether the LoRAs are computed at each use; otherwise the host merges them into the weights. stored: the
+    dtype in which the weights are stored; products are in float32."""
     if stored != torch.float32:
         host.store_as(stored)
     one = lora(host, host.loras_on)
@@ -108,7 +113,8 @@ def test_loras_on_every_kind_of_layer_are_in_our_images(
     assert same(made[0], made[-1])
 
 
-def test_patches_for_unets_in_the_options_are_ignored_as_by_the_host(host: TransformerHost) -> None:
+def test_unet_patches_in_the_transformer_options_are_ignored_as_by_the_host(host: TransformerHost) -> None:
+    """Our output with the patches is close to the host's. A call of a patch would raise AssertionError."""
     def merge_tokens(*given: Any) -> Any:
         raise AssertionError("a transformer never calls this")
 
@@ -122,8 +128,8 @@ def test_patches_for_unets_in_the_options_are_ignored_as_by_the_host(host: Trans
 
 
 @pytest.mark.parametrize("host", [Krea2Host, ZImageHost, Lumina2Host], ids=lambda kind: kind.model, indirect=True)
-def test_a_prompt_with_a_dimension_too_many_raises_the_hosts_error(host: TransformerHost) -> None:
-    """The reason in the status contains the prompt's shape."""
+def test_a_prompt_with_one_dimension_too_many_raises_the_same_error_as_without_onediff(host: TransformerHost) -> None:
+    """The 20 tokens are split into two dimensions, (2, 10). The reason in the status contains the prompt's shape."""
     context = host.context(2, 20, seed=4).unflatten(1, (2, 10))
     with pytest.raises(Exception) as theirs:
         host.output(context=context)
@@ -135,7 +141,8 @@ def test_a_prompt_with_a_dimension_too_many_raises_the_hosts_error(host: Transfo
 
 
 def test_unets_and_transformers_are_served_in_turn(host: TransformerHost) -> None:
-    """The WebUI loads checkpoints of both kinds by turns. host.is_transformer decides which kind it makes."""
+    """Checkpoints of both kinds are loaded in turn. OneDiff computes each, and each image is close to the host's.
+    host.is_transformer: whether host.make() makes a transformer; otherwise a UNet."""
     expected = {}
     for host.is_transformer in (False, True):
         host.checkpoint = host.make()
@@ -148,9 +155,9 @@ def test_unets_and_transformers_are_served_in_turn(host: TransformerHost) -> Non
         assert (adapter.model_name() == host.model) is host.is_transformer and adapter.why_not_served() is None
 
 
-def test_stopping_restores_the_hosts_forward_attributes_and_weights(host: TransformerHost) -> None:
-    """While OneDiff serves, weights that are multiplied as one share memory. Afterwards none does, and the host's image
-    is its own to the bit."""
+def test_stopping_restores_the_forward_the_attributes_and_the_weights_of_the_host(host: TransformerHost) -> None:
+    """While OneDiff is on, weights that it multiplies in one product share memory. After adapter.stop(), every weight
+    is the same tensor with the same values in memory of its own, and the image equals the host's bit for bit."""
     kind = host.network_class
     expected = host.generate()
     names = attributes(host)
@@ -169,8 +176,8 @@ def test_stopping_restores_the_hosts_forward_attributes_and_weights(host: Transf
 
 @pytest.mark.parametrize("tokens", WARMED_TOKENS)
 def test_a_call_of_a_pre_warmed_size_adds_no_entry_to_the_table(host: TransformerHost, tokens: int) -> None:
-    """The table has an entry for each shape that OneDiff has prepared. The prompt has the most tokens for which the
-    pre-warmed shape is meant."""
+    """The table has an entry for each shape of calls that OneDiff has prepared. tokens: the prompt length that is
+    pre-warmed. The call has a prompt of warmed_for(tokens) tokens, which must have the same shape for OneDiff."""
     host.start().warm(96, 64, 2, tokens)
     warmed, = runtime.table.entries()
     assert calls_of(lambda: host.output((8, 12), 2, host.warmed_for(tokens)))[1] == {"plain": 1}
@@ -178,8 +185,8 @@ def test_a_call_of_a_pre_warmed_size_adds_no_entry_to_the_table(host: Transforme
 
 
 def test_our_forward_reads_the_weights_unit_by_unit(host: TransformerHost) -> None:
-    """family.units() lists every weight once, in the order of reads. Weights that do not fit on the GPU are copied to
-    it in this order."""
+    """family.units() lists every weight once, in units in the order in which the forward reads them. In this order,
+    streaming copies weights to the GPU that do not fit on it."""
     bound = BoundNetwork(host.unet)
     call = bound.example()
     units = bound.family.units(bound.layout, call)
@@ -188,20 +195,19 @@ def test_our_forward_reads_the_weights_unit_by_unit(host: TransformerHost) -> No
     bound.check_reads(call)
 
 
-def test_the_same_layers_of_every_block_may_be_in_eight_bits(host: TransformerHost) -> None:
-    """A layer's class is its place in a block: every block has one layer of each class, and other layers have none."""
+def test_low_bit_offers_eight_bits_for_the_same_layers_of_every_block_and_for_no_others(host: TransformerHost) -> None:
+    """A layer's class is its place in a block. The layers that every_low_bit_layer() lists have low_bit_classes
+    classes, and are as many as if each block with token layers had one of each class."""
     layout = BoundNetwork(host.unet).layout
     classes = [one.layer_class for one in every_low_bit_layer(layout)]
     assert len(set(classes)) == host.low_bit_classes
     assert len(classes) == host.low_bit_classes * sum(bool(block.token_layers) for block in layout.layers(Block))
 
 
-def test_a_step_from_cached_blocks_repeats_the_whole_one_and_reads_only_the_units_that_it_computes(
-    host: TransformerHost
-) -> None:
-    """With a cut after the first block, the whole step keeps what the later blocks add to the residual, and a step with
-    reads=True adds it again instead of computing them. With the same inputs, both outputs are close to that without a
-    cut."""
+def test_a_cached_step_repeats_the_full_one_and_reads_only_the_units_that_it_computes(host: TransformerHost) -> None:
+    """With a cut after the first block, a full step (reads=False) keeps what the later blocks add to the residual, and
+    a cached step (reads=True) adds it again instead of computing these blocks. With the same inputs, the outputs of
+    both are close to the output without a cut."""
     bound = BoundNetwork(host.unet)
     call = bound.example()
     expected = bound.output(call)
@@ -214,10 +220,11 @@ def test_a_step_from_cached_blocks_repeats_the_whole_one_and_reads_only_the_unit
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
-def test_our_forward_with_triton_kernels_is_close_to_that_with_torchs_and_keeps_its_inputs(
+def test_our_forward_with_triton_kernels_is_close_to_that_with_torch_and_keeps_its_inputs(
     host: TransformerHost
 ) -> None:
-    """Without a GPU, an interpreter runs the kernels. kept: copies of the inputs from before."""
+    """Without a GPU, Triton's interpreter runs the kernels. kept: a copy of the call from before, whose tensors the
+    call must still equal."""
     bound = BoundNetwork(host.unet)
     call = bound.example((5, 6))
     inputs = {name: getattr(call, name) for name in ("context", "mask") if getattr(call, name, None) is not None}

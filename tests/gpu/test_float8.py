@@ -1,5 +1,6 @@
-"""FP8 on a real GPU: one scale for each factor is as exact as one for every row and column; and our own products, a
-feed-forward's first one with its GEGLU, and convolutions, also in other dtypes, with every launch config."""
+"""FP8 on a real GPU. A product with one scale for each factor is as exact as with one for each row. Our kernels, for
+the first product of a feed-forward with its GEGLU (FP8) and for convolutions (FP8, INT8, or float16 sums), are close to
+float64 with every launch config."""
 from __future__ import annotations
 
 import pytest
@@ -30,39 +31,41 @@ from lib_onediff.weights.low_bit import FP8, KINDS, Product, as_rows, gated_scal
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
-# Whether this GPU copies tiles by itself.
+# Whether this GPU copies tiles by itself (Hopper's Tensor Memory Accelerator).
 COPIES = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-# The error of three bits of mantissa for normally distributed numbers, and of a GPU's float8 sums, which have 22 bits
-# and lose more of them with more terms (2.5e-3 at 11,520).
+# Relative errors: of normally distributed numbers that are rounded to float8, which has three bits of mantissa; and of
+# a GPU's float8 sums, which have 22 bits and lose more of them with more terms (2.5e-3 at 11,520).
 ROUNDED = 3e-2
 SUMMED = 5e-3
 
 
 def on_this_gpu(kernel: Kernel) -> list[LaunchConfig]:
-    """The candidates of a kernel that this GPU can run and that are ours: without LIBRARY, and of those that copy tiles
-    or do not, the ones for this GPU."""
+    """The launch configs of our own kernel (not LIBRARY) for this GPU. The first number of a config is 1 if the GPU
+    copies tiles by itself, else 0."""
     return [config for config in kernel.candidates if config != LIBRARY and bool(config[0]) == COPIES]
 
 
 @pytest.fixture(autouse=True)
 def needs_the_units(request: pytest.FixtureRequest) -> None:
+    """Skip tests of float8 on GPUs whose matrix units do not support it. Tests with another `kind` run."""
     kind = request.node.callspec.params.get("kind", FP8.dtype)
     if kind == FP8.dtype and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs a GPU of compute capability 8.9")
 
 
 def rounded(tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """(tokens in float8, their one scale)."""
+    """(tokens in float8, the one scale of all of them)."""
     scale = one_scale_of(tokens.flatten(0, -2), FP8)
     return (tokens / scale).to(FP8.dtype).contiguous(), scale
 
 
 @pytest.mark.parametrize("config", on_this_gpu(GATED_PRODUCT), ids=str)
 @pytest.mark.parametrize(("rows", "width", "half"), [(2048, 1280, 5120), (4095, 640, 2560), (77, 336, 1360)], ids=str)
-def test_a_float8_product_with_its_geglu_is_close_to_that_of_the_rounded_factors(
+def test_a_float8_product_with_geglu_is_close_to_the_float64_result_of_the_same_float8_factors(
     config: LaunchConfig, rows: int, width: int, half: int
 ) -> None:
-    """The kernel returns float8 itself: ROUNDED is the error of rounding its result."""
+    """The kernel's output is in float8, so an error of ROUNDED is allowed. rows, width: of the tokens. half: the number
+    of outputs of the GEGLU; the product has twice as many."""
     norm = LayerWeights(torch.rand(width, device=GPU) + 0.5, torch.randn(width, device=GPU))
     tokens = functional.layer_norm(torch.randn(rows, width, device=GPU), (width,), norm.weight, norm.bias)
     weight = torch.randn(2 * half, width, device=GPU, dtype=torch.float16) / width**0.5
@@ -83,10 +86,11 @@ def test_a_float8_product_with_its_geglu_is_close_to_that_of_the_rounded_factors
 @pytest.mark.parametrize(("batch", "channels", "out", "size"), [
     (2, 320, 320, (128, 128)), (2, 1280, 1280, (32, 32)), (1, 960, 336, (45, 61)), (3, 48, 80, (33, 40)),
 ], ids=str)
-def test_a_convolution_is_close_to_that_of_its_factors_in_float64(
+def test_a_convolution_is_close_to_the_float64_convolution_of_the_same_factors(
     kind: torch.dtype, config: LaunchConfig, batch: int, channels: int, out: int, size: tuple[int, int]
 ) -> None:
-    """In eight bits, against the rounded factors; in float16, with float16 sums."""
+    """kind: the dtype of image and weight. In 8 bits, float64 convolves the rounded image and weight. In float16, our
+    kernel sums in float16. channels, out: of the image and of the output."""
     image = torch.randn(batch, channels, *size, device=GPU, dtype=torch.float16)
     image, weight = (
         tensor.to(memory_format=torch.channels_last)
@@ -111,7 +115,7 @@ def test_a_convolution_is_close_to_that_of_its_factors_in_float64(
 # --- one scale for each factor ----------------------------------------------------------------------------------------
 
 EPS = 1e-5
-# Compared with scales for rows.
+# The largest ratio of the error with one scale for each factor to the error with one for each row.
 WORSE = 1.1
 # SDXL's shapes at 1024x1024 with CFG, and numbers of rows that are not multiples of anything.
 PRODUCTS = [
@@ -123,6 +127,7 @@ PRODUCTS = [
 
 @pytest.fixture(params=[torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """The model's dtype. Skips the test if FP8 cannot be used with it on this GPU."""
     lack = runtime.devices.lossy.low_bit.why_not("fp8", GPU, request.param)
     if lack:
         pytest.skip(lack)
@@ -152,8 +157,9 @@ def by_row_scales(tokens: Tensor, weight: Tensor) -> Tensor:
 def test_a_product_with_one_scale_for_each_factor_is_as_exact_as_with_one_for_each_row(
     product: Product, dtype: torch.dtype
 ) -> None:
-    """The input is a norm's result, a gated unit's or plain. Both errors are against float64; ours may be a tenth
-    larger. """
+    """Both errors are against the float64 product of the factors before rounding; that of our kernels, which use one
+    scale for each factor, may be a tenth larger than that of by_row_scales(). product.source: whether the input is the
+    result of a norm (NORMED), of a GEGLU (GATED), or neither (PLAIN_INPUT)."""
     ops = operators_of(dtype)
     norm = LayerNorm("norm", product.width, EPS)
     weight = random(product.out, product.width, dtype=dtype) / 32
@@ -177,8 +183,9 @@ def test_a_product_with_one_scale_for_each_factor_is_as_exact_as_with_one_for_ea
 
 @torch.no_grad()
 def test_a_float8_norm_neither_saturates_nor_hides_nan(dtype: torch.dtype) -> None:
-    """Each row has one large number, which the norm makes as large as it can be; float8 must round it and not cut it
-    off. Row 5 has a NaN, which must be in the results of all layers after the norm, and in no other row."""
+    """Each row has a single number that is not 0, which the norm turns into the largest possible result; float8 must
+    round it and not clip it. Row 5 has a NaN: in the results of all layers after the norm, row 5 must be NaN and all
+    other rows finite."""
     ops = operators_of(dtype)
     width = 1280
     norm = LayerNorm("norm", width, EPS)

@@ -18,6 +18,7 @@ GPU = torch.device("cuda")
 
 @pytest.fixture(autouse=True)
 def put_back() -> Iterator[None]:
+    """Check after each test that all switches are as before."""
     states = {name: switch.state() for name, switch in SWITCHES.items() if switch.read() is not None}
     yield
     assert {name: SWITCHES[name].state() for name in states} == states, "a switch was not restored"
@@ -51,8 +52,9 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("operator", PRODUCTS)
 def test_the_switch_for_float16_sums_has_an_effect(operator: str) -> None:
-    """The numbers are all positive, so that sums of 8192 products round visibly in float16. The settings tab says of a
-    GPU without the effect why it has none."""
+    """With the switch, the error against float64 is at least 1.5 times as large. The numbers are all positive, so that
+    sums of 8192 products round visibly in float16. On a GPU where this fails, why_no_effect() must return a reason, and
+    the settings tab shows it. operator: see PRODUCTS."""
     has(HALF_SUMS)
     since(7, 0)
     work = PRODUCTS[operator]
@@ -70,7 +72,8 @@ def test_the_switch_for_float16_sums_has_an_effect(operator: str) -> None:
     (TF32_CONVOLUTION, lambda a, b: functional.conv2d(a.view(1, 256, 32, 32), b.view(256, 256, 3, 3))),
 ])
 def test_the_switches_for_tf32_have_an_effect(switch: str, work: Any) -> None:
-    """TF32 keeps ten bits of each factor: its error is more than twenty times that of float32, which is below 1e-5."""
+    """TF32 keeps ten bits of each factor. With the switch, the relative error against float64 is more than 20 times as
+    large as without it, where it is below 1e-5."""
     since(8, 0)
     size = {TF32_MATMUL: ((512, 1024), (512, 1024)), TF32_CONVOLUTION: ((256, 1024), (256, 2304))}[switch]
     a, b = (torch.randn(*shape, device=GPU) for shape in size)

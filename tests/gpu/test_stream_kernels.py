@@ -103,11 +103,12 @@ def exact_sum(residual: Residual) -> Tensor:
 @pytest.mark.parametrize("behind", [True, False])
 @pytest.mark.parametrize("vectors", [0, 1, 2])
 @pytest.mark.parametrize("weights", ["the model's", "float32"])
-def test_an_rms_norm_that_adds_the_residuals_update_is_as_accurate_as_torchs(
+def test_an_rms_norm_that_adds_an_update_to_the_residual_is_as_accurate_as_torch(
     ops: NativeOperators, width: int, dtype: torch.dtype, plus_one: bool, behind: bool, vectors: int, weights: str
 ) -> None:
-    """plus_one: multiplies by 1 + weight. behind: the update has a norm of its own, behind the layer. vectors: 0 for no
-    modulation, 1 for a scale and 2 for a shift too. weights: the dtype of the norm's weights."""
+    """Of both results, the new residual and its norm. plus_one: the norm multiplies by 1 + weight. behind: the update
+    is normed before it is added. vectors: the modulation of the result; 0: none, 1: by a scale, 2: by a scale and a
+    shift. weights: the dtype of the norm's weights."""
     of_weights = torch.float32 if weights == "float32" else dtype
     layer = LayerWeights(random(width, dtype=of_weights), None)
     norm = RMSNorm("", width, EPS, plus_one)
@@ -131,10 +132,10 @@ def test_an_rms_norm_that_adds_the_residuals_update_is_as_accurate_as_torchs(
 
 
 @DTYPES
-def test_an_adaptive_norm_with_a_scale_and_no_shift_is_as_accurate_as_torchs(
+def test_an_adaptive_norm_with_a_scale_and_no_shift_is_as_accurate_as_torch(
     ops: NativeOperators, dtype: torch.dtype
 ) -> None:
-    """The last norm of Z-Image."""
+    """Such as the last norm of Z-Image: a layer norm without weights, which adds an update to the residual first."""
     width = 3840
     norm = AdaptiveNorm(width, 1e-6)
     behind = LayerWeights(random(width, dtype=dtype), None), RMSNorm("", width, EPS)
@@ -150,10 +151,11 @@ def test_an_adaptive_norm_with_a_scale_and_no_shift_is_as_accurate_as_torchs(
 @DTYPES
 @WIDTHS
 @pytest.mark.parametrize("rotation", [None, 0, 256], ids=["our rule", "the hosts'", "rotated"])
-def test_rows_that_a_norm_rounds_to_int8_are_those_of_the_norms_own_result(
+def test_int8_rows_of_a_norm_kernel_match_its_result_in_half_precision(
     width: int, dtype: torch.dtype, rotation: int | None
 ) -> None:
-    """written: the norm's result in the model's dtype. rotation: see assert_rows."""
+    """written: the result in the model's dtype. With the hosts' rule, the kernel can also return it beside the int8
+    rows (is_plain_too). rotation: the rule of rounding, see assert_rows."""
     lack = unmet_requirement(INT8, GPU, dtype)
     if lack:
         pytest.skip(lack)
@@ -179,10 +181,12 @@ def test_rows_that_a_norm_rounds_to_int8_are_those_of_the_norms_own_result(
     (6912, Activation.SILU), (10240, Activation.SILU), (16384, Activation.SILU), (2560, Activation.SIGMOID),
     (6144, Activation.SIGMOID),
 ])
-def test_a_gated_unit_is_as_accurate_as_torchs_and_rounds_its_rows_to_int8_and_float8(
+def test_a_gated_unit_is_as_accurate_as_torch_and_rounds_its_rows_to_int8_and_float8(
     ops: NativeOperators, width: int, activation: Activation, dtype: torch.dtype
 ) -> None:
-    """Gates and numbers are columns of one product. With SiLU it is a SwiGLU."""
+    """The unit returns numbers * activation(gates), of which both are columns of one product; with SiLU it is a SwiGLU.
+    The int8 rows are compared with the result in the model's dtype by each rule of assert_rows, the float8 rows with
+    float64."""
     product = random(BATCH, TOKENS, 2 * width + 512, dtype=dtype)
     gates, numbers = product[..., :width], product[..., width:2 * width]
     consumer = LayerWeights(random(16, width, dtype=dtype), None)
@@ -208,8 +212,8 @@ def test_a_gated_unit_is_as_accurate_as_torchs_and_rounds_its_rows_to_int8_and_f
 
 
 def assert_rows(found: QuantizedTokens, written: Tensor, rotation: int | None) -> None:
-    """Check int8 rows against the same rows in the model's dtype. rotation: None for our own rule; otherwise the hosts'
-    rule with this rotation."""
+    """Check int8 rows against the same rows in the model's dtype (written). rotation: None if they are rounded by our
+    own rule; otherwise by the hosts' rule, after a Hadamard rotation in groups of this size, or without one (0)."""
     if rotation is None:
         back = (found.values.float() * found.scales).view(written.shape)
         assert float(((back - written.float()).abs() / found.scales.view(*found.shape, 1)).max()) < 1.1
@@ -229,8 +233,10 @@ def test_heads_are_normed_and_rotated_as_accurately_as_by_torch(
     ops: NativeOperators, heads: int, key_heads: int, plus_one: bool, rotation: str, other_columns: int,
     dtype: torch.dtype
 ) -> None:
-    """In place, in columns of a product. rotation: the same for all rows of the batch, one for each row, or none.
-    other_columns: the columns of the product that are not heads, which must keep their values."""
+    """Heads of queries, keys and values are columns of one product. The kernel norms queries and keys and applies the
+    rotary embedding in place. plus_one: the norm multiplies by 1 + weight. rotation: whether all images of the batch
+    have the same rotary embedding, each has its own, or there is none. other_columns: how many columns of the product
+    are no heads; they must keep their values."""
     head = 128
     angles = random(*((BATCH,) if rotation == "one for each row" else ()), TOKENS, head // 2, dtype=torch.float32)
     rotary = None if rotation == "none" else Rotary(angles.cos(), angles.sin(), interleaved=True)
@@ -254,6 +260,8 @@ def test_heads_are_normed_and_rotated_as_accurately_as_by_torch(
 
 @DTYPES
 def test_attention_with_fewer_key_heads_repeats_no_keys(dtype: torch.dtype) -> None:
+    """With 48 query heads and 12 key heads, attention takes less memory than repeated keys and values would take. A
+    part of the output is compared with float64."""
     if not torch_ops.HAS_GQA:
         pytest.skip("needs torch 2.5")
     tokens = 4096

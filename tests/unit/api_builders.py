@@ -29,7 +29,7 @@ SECONDS = 30
 
 
 class LockOnly(WebUI):
-    """A WebUI without a model. While its lock is held, it counts as making an image."""
+    """A WebUI without a model. While its lock is held, it counts as busy with an image."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,8 +44,8 @@ class LockOnly(WebUI):
 
 
 class Api:
-    """client: sends requests to an app that has nothing but the API. jobs: the list of jobs that the API shows. warmup:
-    adds pre-warms of `webui` to it."""
+    """The REST API in an app that has nothing else. client: sends requests to the app. webui: the WebUI behind it.
+    jobs: the jobs that the API lists. warmup: the pre-warm queue, whose jobs are among them."""
 
     def __init__(self) -> None:
         self.webui = LockOnly()
@@ -55,7 +55,7 @@ class Api:
         self.client = TestClient(self.add_to(self.app, command_line()), raise_server_exceptions=False)
 
     def add_to(self, app: Any, cmd_opts: Any) -> Any:
-        """The same app, with the API added if cmd_opts, the WebUI's command line, allows it."""
+        """Add the API to an app, if the WebUI's command line (cmd_opts) allows it, and return the app."""
         exclusively = self.webui.exclusively
         routes.add_routes(app, cmd_opts, runtime, self.warmup, self.jobs, exclusively, lambda: STATUS)
         return app
@@ -67,7 +67,8 @@ class Api:
         return self.ask("POST", path, status, json=body)
 
     def ask(self, method: str, path: str, status: int, **options: Any) -> Any:
-        """The JSON of an answer, which must have this status. That of an error must be one sentence."""
+        """Send a request and return the JSON of the answer. Asserts the answer's status, and that the JSON of an error
+        (from status 400 on) is one sentence."""
         answer = self.client.request(method, f"/onediff/v1/{path}", **options)
         assert answer.status_code == status, answer.text
         if status >= 400:
@@ -77,7 +78,7 @@ class Api:
 
 
 def a1111s_app(accounts: str) -> FastAPI:
-    """An app in which A1111 has added its own API, with the accounts of --api-auth."""
+    """An app in which A1111 has added its own API. accounts: of --api-auth, "user:password,user:password"."""
     app = FastAPI()
     passwords = dict(account.split(":") for account in accounts.split(","))
 
@@ -97,7 +98,8 @@ def command_line(**flags: Any) -> SimpleNamespace:
 
 
 def remember(folder: Path, rows: Iterable[tuple[str, str]]) -> None:
-    """Let the runtime start in a folder where earlier processes have used these (resolution, model)."""
+    """Let the runtime open the history of a folder, in which earlier processes have recorded these uses. rows:
+    (resolution, model) of each."""
     history = History()
     history.open(folder)
     for resolution, model in rows:
@@ -112,5 +114,5 @@ def basic(account: str) -> dict[str, str]:
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    """Wait until holds()."""
+    """Wait until holds() is true; fails after SECONDS."""
     until(holds, "a state of the API", SECONDS, 0.01)

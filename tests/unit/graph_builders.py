@@ -36,6 +36,7 @@ class PretendedPool:
         self._most = self._left = 0
 
     def hold(self, most: int, left: int) -> None:
+        """Count a new graph. most: the peak bytes of its forward. left: the bytes that it keeps afterwards."""
         self._most = max(self._most, most)
         self._left = self._left + left
         self.bytes = max(self.bytes, -(-(self._most + self._left) // PAGE) * PAGE)
@@ -47,7 +48,7 @@ def most_in_use(latent: Tensor) -> int:
 
 
 class PretendedGraph:
-    """A Runner that computes the forward again."""
+    """A Runner that computes the forward again at each replay."""
 
     def __init__(
         self, graphs: PretendedGraphs, compute: Callable[[], Tensor], inputs: UNetCall, memory: PretendedPool
@@ -65,8 +66,9 @@ class PretendedGraph:
 
 
 class PretendedGraphs(CudaGraphs):
-    """A GraphMaker without a GPU. before_replay, before_capture: functions of a test, which may raise. captured: the
-    resolutions of the graphs, in the order of their captures. most: the largest size of all pools together."""
+    """A GraphMaker without a GPU. before_replay, before_capture: called before each replay and capture; a test may set
+    functions that raise. captured: the resolutions of the graphs, in the order of their captures. most: the largest
+    size that all pools together have had, in bytes."""
 
     def __init__(self) -> None:
         super().__init__(compute)
@@ -107,7 +109,8 @@ class PretendedGraphs(CudaGraphs):
         return PretendedGraph(self, again, inputs, pool)
 
     def weights_of(self, binding: Binding) -> Callable[[], Weights]:
-        """A function that returns the weights that a replay reads: here those of the layers as they are then."""
+        """A function that returns the weights that a replay reads: here the layers' weights at the time of the
+        replay."""
         return binding.weights
 
     def peak(self, device: torch.device, work: Callable[[], Any]) -> tuple[Any, int]:
@@ -116,8 +119,8 @@ class PretendedGraphs(CudaGraphs):
 
 
 class PretendedCard(Card):
-    """The memory of a GPU of `size` bytes, of which other programs use `others`. torch's cache is always empty.
-    emptied: how often it was emptied."""
+    """The memory of a GPU of `size` bytes, of which other programs use `others` bytes. torch's cache holds nothing.
+    emptied: how often empty_cache() was called."""
 
     def __init__(self, graphs: PretendedGraphs, size: int = 1 << 40) -> None:
         self.size = size

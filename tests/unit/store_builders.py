@@ -1,4 +1,4 @@
-"""Histories, as other processes would open them."""
+"""Histories in a folder, as other processes would open them, and rows and entries for them."""
 from __future__ import annotations
 
 import threading
@@ -13,7 +13,7 @@ NEXT_FILE = "onediff-2-2.sqlite3"
 
 
 def opened(folder: Path, machine: str = "") -> History:
-    """A new History of this folder, after other processes have written everything."""
+    """A new History of this folder. The writes that earlier Histories have put off are made first."""
     for thread in threading.enumerate():
         if isinstance(thread, threading.Timer) and thread.name == "onediff-history":
             thread.cancel()

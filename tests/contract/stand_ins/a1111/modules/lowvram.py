@@ -1,4 +1,4 @@
-"""The option --lowvram: the network, or the block of a UNet, that is on the GPU now."""
+"""The option --lowvram, with which A1111 keeps one network, or one block of the UNet, on the GPU at a time."""
 from __future__ import annotations
 
 from typing import Any
@@ -14,6 +14,8 @@ def send_everything_to_cpu() -> None:
 
 
 def send_me_to_gpu(module: Any, given: Any) -> None:
+    """A1111's pre-hook of these modules: record `module` as the one on the GPU, and move the previous one to the CPU.
+    given: the inputs of its forward, not used. Nothing moves to a GPU here."""
     global module_in_gpu
     if module_in_gpu is not module:
         send_everything_to_cpu()

@@ -1,4 +1,5 @@
-"""The object that replaces torch in the UNet's module."""
+"""The object that A1111 puts in place of torch in the module of ldm's UNet: its cat resizes hidden states to the skip's
+size first."""
 from __future__ import annotations
 
 from typing import Any

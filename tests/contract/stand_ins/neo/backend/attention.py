@@ -1,4 +1,5 @@
-"""Neo's attention functions: decorated, with another name for the VAE's, and get_attn_precision also takes a dtype."""
+"""Neo's attention functions, made of Forge's source. attention_pytorch is decorated and has a parameter skip_reshape,
+the VAE's function has another name, and get_attn_precision also takes a dtype."""
 from __future__ import annotations
 
 from functools import wraps

@@ -1,4 +1,5 @@
-"""Neo's layers: torch's, with lists of functions for weight and bias; and one norm more than Forge has."""
+"""Neo's layers, made of Forge's source. Linear is an nn.Linear, layers have lists of functions that are applied to
+weight and bias (weight_function, bias_function), and there is an RMSNorm. Also the Linear for GGUF files."""
 from __future__ import annotations
 
 from typing import Any
@@ -29,7 +30,8 @@ class ForgeOperationsGGUF(ForgeOperations):  # noqa: F821
         bias_function: Any = ()
 
         def read(self, kind: Any) -> None:
-            """Store the present weight as a GGUF file does, prepared. kind: the format; None for a plain tensor."""
+            """Convert the present weight to a GGUF format, as if it had been loaded from a GGUF file. kind: a format of
+            operations_gguf; None for a plain float16 tensor."""
             plain = self.weight.detach()
             data = plain.half() if kind is None else kind.bytes_of(plain)
             self.weight = ParameterGGUF(data, kind, plain.shape)
