@@ -47,7 +47,7 @@ def set_forwards(unet: Any, name: str, forward: Callable[..., Tensor]) -> Undo:
 
 
 def with_an_image(self: Any, x: Tensor, context: Tensor | None = None, **others: Any) -> Tensor:
-    """As an IP-Adapter: a second attention over tokens of its own, before the output projection."""
+    """As an IP-Adapter: a forward that adds a second attention, over other tokens, before the output projection."""
     source = x if context is None else context
     split = lambda tokens: tokens.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # noqa: E731
     query = split(self.to_q(x))
@@ -64,7 +64,7 @@ def image_prompt(unet: Any) -> Undo:
 
 
 def tiles(unet: Any) -> Undo:
-    """As HyperTile: attention in random tiles, drawn by a generator of its own."""
+    """As HyperTile: self-attention within tiles, whose number is drawn from DRAWS at each call."""
 
     def tiled(self: Any, x: Tensor, context: Tensor | None = None) -> Tensor:
         parts = 2 ** DRAWS.randint(0, 2)
@@ -74,7 +74,7 @@ def tiles(unet: Any) -> Undo:
 
 
 def merging(unet: Any) -> Undo:
-    """As token merging: each block gets a class of its own, derived from the block's."""
+    """As token merging: each block gets a new class, derived from its own one."""
     blocks = blocks_of(unet)
     for block in blocks:
         parent = type(block)
@@ -95,7 +95,8 @@ def merging(unet: Any) -> Undo:
 
 
 def projections(unet: Any) -> Undo:
-    """As ControlLLLite: adds to the inputs of projections, and puts back a bound method."""
+    """As ControlLLLite: adds to the inputs of projections. undo() sets their own bound method on the instances, instead
+    of deleting the attribute."""
     layers = [layer for block in blocks_of(unet) for layer in (block.attn1.to_q, block.attn1.to_v, block.attn2.to_q)]
     below = [layer.forward for layer in layers]
     for layer in layers:
@@ -120,6 +121,7 @@ def unet() -> Iterator[Any]:
 
 
 def ours(unet: Any, changed: ChangedModules, seed: int = 0) -> Tensor:
+    """The runtime's output of a call, with the patches that `changed` finds on the UNet."""
     call = a_call(unet, 16, 16, seed=seed)
     patches = patches_of(changed.at_call(unet))
     with torch.no_grad():
@@ -134,8 +136,8 @@ def route() -> str:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_patch_runs_inside_our_forward_until_it_is_removed(unet: Any, case: str) -> None:
-    """Functions that an extension sets on ldm's modules change our output as they change ldm's own forward. After they
-    are removed, our output equals the one before."""
+    """With the functions that an extension sets on ldm's modules, our output is close to that of ldm's own forward, and
+    the reason names this file as their author. After they are removed, our output equals the one before bit for bit."""
     changed = ChangedModules(does_nothing_now)
     plain = ours(unet, changed)
     undo = CASES[case](unet)
@@ -152,7 +154,7 @@ def test_a_patch_runs_inside_our_forward_until_it_is_removed(unet: Any, case: st
 
 
 def boosted(tensors: list[Tensor], dim: int, original_function: Callable[..., Tensor]) -> Tensor:
-    """As FreeU: writes to half of the channels in place, and joins another skip."""
+    """As FreeU: writes to half of the channels of the hidden states in place, and concatenates a scaled skip."""
     hidden_states, skip = tensors
     hidden_states[:, : hidden_states.shape[1] // 2] *= 1.3
     return original_function([hidden_states, 0.8 * skip], dim=dim)
@@ -162,12 +164,12 @@ FREEU = functools.partial(boosted, original_function=builders.ResizingTorch().ca
 
 
 @pytest.mark.parametrize(("size", "triton"), [((16, 16), False), ((12, 21), False), ((4, 5), True)])
-def test_a_function_that_replaces_the_join_of_skips_runs_inside_our_forward(
+def test_a_function_that_replaces_the_concatenation_with_skips_runs_inside_our_forward(
     monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], triton: bool
 ) -> None:
-    """FREEU replaces the torch.cat of ldm's module, as FreeU does. Our output is close to ldm's with it, and far from
-    ours without it. Odd sizes make skips of another size than the hidden states. triton: our own kernel would join
-    them."""
+    """FREEU replaces torch.cat in the module of ldm's UNet, as the FreeU extension does. With it, our output is close
+    to ldm's, and far from ours without it. At odd sizes, skips and hidden states differ in size. triton: with our
+    kernels, which without FREEU read both tensors instead of a concatenation."""
     monkeypatch.setattr(builders.ResizingTorch, "cat", staticmethod(FREEU))
     ops: Any = torch_ops
     unet = ldm_unet(**FEW_NORMS_LDM)
@@ -186,9 +188,9 @@ def test_a_function_that_replaces_the_join_of_skips_runs_inside_our_forward(
         assert relative_error(output, our_output(unet, call)) > 100 * CLOSE
 
 
-def test_functions_of_controlnets_reference_are_a_patch_only_while_features_are_recorded(unet: Any) -> None:
-    """sd-webui-controlnet removes its forward of the UNet after use, but none of those that it has set on inner
-    modules. With an empty bank they compute what the block computes."""
+def test_functions_of_controlnet_reference_are_a_patch_only_while_their_bank_has_features(unet: Any) -> None:
+    """Reference-only of sd-webui-controlnet removes its forward of the UNet after use, but leaves its functions on
+    inner modules. With an empty bank they compute what the module's class computes, and our output stays the same."""
 
     def hacked_basic_transformer_inner_forward(self: Any, x: Tensor, context: Tensor | None = None) -> Tensor:
         return type(self)._forward(self, x + sum(self.bank), context)
@@ -210,9 +212,9 @@ def test_functions_of_controlnets_reference_are_a_patch_only_while_features_are_
     assert "block by test_a1111_patches" in runtime.status()["reason"]
 
 
-def test_attention_of_hypertile_is_a_patch_only_while_it_is_switched_on(unet: Any) -> None:
-    """does_nothing_now reads HyperTile's switch. A function of another extension over HyperTile's hides the switch, and
-    is a patch again."""
+def test_the_forward_that_hypertile_sets_is_a_patch_only_while_hypertile_is_on(unet: Any) -> None:
+    """does_nothing_now() says whether a module's forward computes the same as its class, and reads HyperTile's switch
+    for it. A function of another extension around HyperTile's forward hides the switch, and counts as a patch."""
     attention = blocks_of(unet)[0].attn1
     switch = types.SimpleNamespace(enabled=True, forward=attention.forward)
     attention.__dict__["__webui_hypertile_params"] = switch
@@ -222,12 +224,12 @@ def test_attention_of_hypertile_is_a_patch_only_while_it_is_switched_on(unet: An
     assert does_nothing_now(unet, attention)
     below = attention.forward
     attention.forward = lambda *args, **kwargs: below(*args, **kwargs)
-    assert not does_nothing_now(unet, attention), "somebody else's, over it"
+    assert not does_nothing_now(unet, attention), "another extension's function around it"
 
 
-def test_the_webuis_own_attention_that_an_extension_has_bound_is_no_patch(unet: Any) -> None:
-    """A function of modules.sd_hijack_optimizations is the WebUI's own attention, which ours replaces. It is never
-    called here: it would raise."""
+def test_an_attention_function_of_the_webui_that_an_extension_has_bound_is_no_patch(unet: Any) -> None:
+    """The WebUI's attention functions are in modules.sd_hijack_optimizations, and our attention replaces them. Our
+    output stays the same bit for bit. A call of the function would raise AssertionError."""
     space: dict[str, Any] = {"__name__": "modules.sd_hijack_optimizations"}
     exec("def forward(self, x, context=None, mask=None): raise AssertionError('ours computes it')", space)
     changed = ChangedModules(does_nothing_now)
@@ -244,7 +246,8 @@ def test_the_webuis_own_attention_that_an_extension_has_bound_is_no_patch(unet: 
     ("/venv/tomesd/patch.py", "tomesd.patch"), ("/webui/extensions/loose.py", "tomesd.patch"),
 ])
 def test_reasons_name_the_extension_that_users_have_installed(path: str, name: str) -> None:
-    """author() names a function by the folder below extensions/ that its file is in, and by its module elsewhere."""
+    """author(), the name in reasons, is the extension's folder, below extensions/ or extensions-builtin/, that contains
+    the function's file; for other files, it is the function's module."""
     space: dict[str, Any] = {"__name__": "tomesd.patch", "__file__": path}
     exec("def function(): pass", space)
     assert author(types.MethodType(space["function"], object())) == name
@@ -257,6 +260,8 @@ def test_reasons_name_the_extension_that_users_have_installed(path: str, name: s
 def test_the_release_has_no_version_if_the_webui_finds_none(
     monkeypatch: pytest.MonkeyPatch, tag: str | None, expected: str
 ) -> None:
+    """release() is A1111's name and version. tag: what modules.launch_utils.git_tag() returns, "<none>" without git;
+    None: there is no such function."""
     launch = types.ModuleType("modules.launch_utils")
     if tag is not None:
         monkeypatch.setattr(launch, "git_tag", lambda: tag, raising=False)

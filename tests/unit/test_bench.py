@@ -69,11 +69,11 @@ def run(words: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[int,
     return status, json.loads(target.read_text(encoding="utf-8"))["rows"] if target.exists() else []
 
 
-def test_steps_have_times_ratios_and_the_error_against_float32(
+def test_the_step_command_reports_times_speedups_and_errors_against_float32(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Three variants of a bfloat16 step: the host's, ours, and ours on two pretended GPUs (TwoCpus). error_x_host is
-    the error in multiples of the host's own."""
+    """Three variants of a bfloat16 step: the host's, ours, and ours on two simulated GPUs (TwoCpus). x_host: the
+    speedup over the host. error_x_host: the error in multiples of the host's."""
     monkeypatch.setattr(runtime.two_gpus, "cards", TwoCpus())
     status, rows = run(f"step {SMALL} bf16 --batch 2 --set second_gpu=auto", monkeypatch, tmp_path)
     host, eager, two = rows
@@ -98,7 +98,10 @@ def test_unsupported_variants_get_a_note_and_the_others_are_measured(
 
 
 @pytest.mark.parametrize("content", [None, b"not a checkpoint"])
-def test_a_model_that_cannot_be_loaded_ends_with_a_sentence(tmp_path: Path, content: bytes | None) -> None:
+def test_a_model_file_that_cannot_be_loaded_raises_an_error_that_names_it(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    """content: of the file; None: the file does not exist."""
     path = tmp_path / "model.safetensors"
     if content is not None:
         path.write_bytes(content)
@@ -109,7 +112,7 @@ def test_a_model_that_cannot_be_loaded_ends_with_a_sentence(tmp_path: Path, cont
 def test_images_of_each_variant_are_compared_with_those_of_diffusers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The error of exact settings is of rounding (below 1e-4); that of DeepCache is above."""
+    """Without DeepCache, the images differ by rounding (a relative error below 1e-4); with DeepCache by more."""
     words = "image --model tiny-sdxl --size 64x64 --steps 4 --runs 1 --dtype fp32 --set deepcache_interval=3"
     status, (host, exact, lossy) = run(words, monkeypatch, tmp_path)
     assert status == 0 and host["options"] == "host" and lossy["options"] == "deepcache_interval=3"
@@ -119,8 +122,8 @@ def test_images_of_each_variant_are_compared_with_those_of_diffusers(
 def test_the_quality_command_ranks_exact_images_before_lossy_ones_and_these_before_another_seed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Rows: the image itself, the image of another seed, exact settings, DeepCache. The last lines read the contact
-    sheet, whose two rows of images must be alike and not equal."""
+    """Each row compares an image with the host's: that image itself, another seed, exact settings, DeepCache. The last
+    lines read the contact sheet (--picture), whose two rows of images must be similar but not equal."""
     monkeypatch.setattr(images, "SIDE", 64)
     picture = tmp_path / "sheet.png"
     words = f"quality --images 2 --steps 4 --dtype fp32 --set deepcache_interval=3 --picture {picture}"
@@ -135,7 +138,8 @@ def test_the_quality_command_ranks_exact_images_before_lossy_ones_and_these_befo
 
 
 class WebUI:
-    """A WebUI whose image of n steps takes one second plus n times the time of a step, with some noise."""
+    """A WebUI whose image of n steps takes one second plus n times the time of a step plus noise. step_s: seconds of a
+    step with OneDiff (True) and without. noise: seconds, added to the images in turn."""
 
     def __init__(self, step_s: dict[bool, float], noise: list[float]) -> None:
         self._step_s = step_s
@@ -155,11 +159,11 @@ class WebUI:
 @pytest.mark.parametrize(("noise", "step_ms"), [
     ([0.0, 0.01, -0.01], 50), ([*[0.0] * 7, 5.0], None),
 ])
-def test_the_time_of_a_webuis_step_is_only_given_if_it_can_be_measured(
+def test_the_time_of_a_webui_step_is_reported_only_if_it_can_be_measured(
     noise: list[float], step_ms: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is the difference of images with few and many steps. With one outlier of five seconds among the images the
-    difference is not credible, and step_ms is None."""
+    """The time of a step is computed from the difference between images with few and many steps. With an outlier of
+    five seconds among the images the difference is not credible, and step_ms is None."""
     monkeypatch.setattr(images, "WebUI", lambda url: WebUI({False: 0.1, True: 0.05}, noise))
     off, on = images.webui(parse(["webui", "http://here", "--steps", "20"]), CPU)
     assert on["options"] == "on" and on["served_by"] == "10 graph" and off["x_off"] == 1

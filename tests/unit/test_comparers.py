@@ -1,4 +1,4 @@
-"""Comparers: a later value is found changed exactly when its snapshot is another one."""
+"""Comparers find that a later value has changed exactly if a snapshot of it differs from the snapshot of the first."""
 from __future__ import annotations
 
 import functools
@@ -62,7 +62,8 @@ MODULE = nn.Linear(2, 2)
 TENSOR = torch.zeros(2)
 PARTIAL = functools.partial(max, 1)
 
-# A value, a function that changes it or nothing, and the value that is looked at later.
+# (the case's name, a value, a function that changes it in place or does nothing, a function that returns the later
+# value).
 CASES: list[tuple[str, Any, Callable[[], object], Callable[[], Any]]] = [
     ("bare", BARE, lambda: None, lambda: BARE),
     ("bare replaced", BARE, lambda: None, Holder),
@@ -120,6 +121,8 @@ class SimpleNamespaceLike:
 
 @pytest.mark.parametrize("case", CASES, ids=[case[0] for case in CASES])
 def test_a_comparer_decides_as_two_snapshots_do(case: Any) -> None:
+    """comparer() and Names, which compares the values of names in dicts, find a change if and only if the snapshots of
+    the value before and of the later value differ."""
     _, value, change, later = case
     kept = LIST[:], {**DICT, "c": DICT["c"][:]}, vars(HOLDER).copy(), dict(FROZEN, blocks=FROZEN["blocks"][:])
     before = snapshot(value)
@@ -144,7 +147,8 @@ def test_a_comparer_decides_as_two_snapshots_do(case: Any) -> None:
             OrderedDict.__setitem__(FROZEN, name, one)
 
 
-def test_an_object_that_compares_with_nothing_is_only_another_one() -> None:
+def test_a_later_object_whose_eq_raises_counts_as_a_change() -> None:
+    """The comparers must not raise the object's error."""
     class Odd:
         def __eq__(self, other: object) -> bool:
             raise ValueError("cannot be compared")
@@ -159,6 +163,8 @@ def test_an_object_that_compares_with_nothing_is_only_another_one() -> None:
     lambda module: {"one": module}, lambda module: made(one=module), lambda module: [with_closure(module)],
 ])
 def test_a_comparer_keeps_no_module_alive(holds: Callable[[Any], Any]) -> None:
+    """After the module was freed, the same value with another module counts as a change. holds: makes a value that
+    refers to a module."""
     module = nn.Linear(2, 2)
     reference = weakref.ref(module)
     is_same = comparer(holds(module))
@@ -168,15 +174,18 @@ def test_a_comparer_keeps_no_module_alive(holds: Callable[[Any], Any]) -> None:
 
 
 @pytest.mark.parametrize("spaces", [[{"a": float("nan")}], [{"a": float("nan"), "b": 1}], [{"a": float("nan")}] * 2])
-def test_a_value_that_differs_from_itself_is_unchanged(spaces: list[dict[str, Any]]) -> None:
+def test_nan_is_unchanged_until_another_value_takes_its_place(spaces: list[dict[str, Any]]) -> None:
+    """By ==, NaN differs from itself. spaces: the dicts whose values Names compares; the same dict may be there
+    twice."""
     names = Names(spaces, spaces)
     assert names.are_unchanged(spaces)
     spaces[-1]["a"] = 1.0
     assert not names.are_unchanged(spaces)
 
 
-def test_a_freed_module_in_a_name_that_is_none_now_is_a_change() -> None:
-    """Names keeps no module alive, so its reference is None then as well."""
+def test_none_in_place_of_a_freed_module_is_a_change() -> None:
+    """Names keeps only a weak reference to a module. Once the module is freed, this reference also returns None, but it
+    must not count as equal to the new value."""
     space: dict[str, Any] = {"adapter": nn.Linear(2, 2)}
     names = Names([space], [["adapter"]])
     assert names.are_unchanged([space])
@@ -186,7 +195,8 @@ def test_a_freed_module_in_a_name_that_is_none_now_is_a_change() -> None:
 
 @pytest.mark.parametrize("later", [torch.ones(3), "text", None], ids=str)
 def test_a_plain_attribute_of_a_module_replaced_by_any_value_is_a_change(later: Any) -> None:
-    """A tensor of several numbers has no single result of ==."""
+    """A plain attribute is one with a number or a text, here 1. The later value may be a tensor of several numbers, for
+    which == has no single result."""
     module = nn.Linear(2, 2)
     module.scale = 1
     states = ModuleStates([module], BOOKKEEPING, {})

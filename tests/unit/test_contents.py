@@ -1,4 +1,5 @@
-"""Checksums of weights cover every number, on each of several devices, and are the same for every reader."""
+"""Checksums of weights depend on every number, cover several devices, and are the same by torch's operators as by the
+CUDA kernel."""
 from __future__ import annotations
 
 from typing import Any
@@ -17,9 +18,9 @@ def on_device(span: MemorySpan, device: str) -> MemorySpan:
     return span._replace(layout=(*span.layout[:-1], torch.device(device)))
 
 
-def test_the_checksum_by_torchs_operators_is_that_of_the_cuda_kernel() -> None:
-    """The checksum by torch's operators is that of source/contents.py: the sum of word * (2 * place + 1), in more words
-    than torch's operators sum at once."""
+def test_the_checksum_by_torch_operators_follows_the_formula_of_the_cuda_kernel() -> None:
+    """source/contents.py, the kernel, computes the sum of word * (2 * index + 1) over 32-bit words. Here there are more
+    words than torch's operators process at once (CHUNKS)."""
     count = CHUNKS["cpu"] * 2 + 5
     numbers = torch.randint(-2**31, 2**31 - 1, (count,), dtype=torch.int32)
     expected = (numbers * torch.arange(1, 2 * count, 2)).sum()
@@ -27,9 +28,10 @@ def test_the_checksum_by_torchs_operators_is_that_of_the_cuda_kernel() -> None:
 
 
 @pytest.mark.parametrize("devices", [("cpu", "cpu:0", "cpu"), ("cpu:0", "cpu", "cpu"), ("cpu", "cpu", "cpu")])
-def test_spans_on_several_devices_keep_their_order(devices: tuple[str, ...]) -> None:
-    """Each device sums its own spans. known, the sums of all spans, must have the order in which the spans were given.
-    begin() starts a comparison, and calling its result says whether a value changed since the last one."""
+def test_checksums_of_spans_on_several_devices_keep_the_order_of_the_spans(devices: tuple[str, ...]) -> None:
+    """Each device computes the checksums of its own spans; "cpu" and "cpu:0" stand for two devices. known: the
+    checksums of all spans. begin() starts a comparison, and its result, called, says whether a value has changed since
+    the last one."""
     tensors = [torch.randn(50 + number) for number in range(3)]
     spans = [on_device(MemorySpan.of(tensor), device) for tensor, device in zip(tensors, devices, strict=True)]
     contents = Contents(spans)
@@ -40,8 +42,9 @@ def test_spans_on_several_devices_keep_their_order(devices: tuple[str, ...]) -> 
         assert contents.begin()() and not contents.begin()()
 
 
-def test_a_change_in_any_row_of_a_part_is_found() -> None:
-    """PART splits a span; the rows are at its beginning, at a boundary, and at its end."""
+def test_a_partial_reading_finds_the_change_of_a_row() -> None:
+    """A partial reading sums 1 in PART of a matrix's words, some in every row. Changed are the first row, one in the
+    middle, and the last."""
     matrix = torch.randn(512, 1024)
     contents = Contents([MemorySpan.of(matrix)], PART)
     for row in (0, 255, 511):
@@ -55,6 +58,7 @@ def test_a_change_in_any_row_of_a_part_is_found() -> None:
     (torch.tensor(1.0), True), (torch.ones(4, 9)[:, :6], False),
 ], ids=str)
 def test_a_tensor_is_dense_if_it_fills_its_memory_in_any_order(tensor: torch.Tensor, dense: bool) -> None:
+    """Its numbers may have any strides, but no gaps between them, and no two may share memory."""
     assert is_dense(tensor) is dense
 
 
@@ -75,8 +79,8 @@ def two_columns(weight: Any) -> None:
 
 @pytest.mark.parametrize("edit", [one_number, two_rows, two_columns])
 def test_every_number_of_the_weights_is_in_their_identity(edit: Any) -> None:
-    """identity() is the checksum that a stored verdict belongs to. The edits keep shape, address and, but for
-    one_number, even the sum of the weight."""
+    """identity() is the digest under which a verdict, the result of a check against the host, is stored. The edits keep
+    the weight's shape and address; all but one_number keep the sum of its numbers, too."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
     bound = lambda: runtime.services.networks[unet].bound  # noqa: E731
     with lib_onediff.sampling(unet):
@@ -92,7 +96,8 @@ def test_every_number_of_the_weights_is_in_their_identity(edit: Any) -> None:
 
 
 def test_each_change_is_reported_by_one_comparison_only() -> None:
-    """Edits through .data, which no version counter of torch records."""
+    """The first comparison after an edit reports it, and the second does not. The edits are made through .data, so
+    torch does not count them in Tensor._version."""
     tensors = [torch.arange(12.0).reshape(3, 4), torch.ones(5), torch.ones(3, dtype=torch.uint8)]
     contents = Contents([MemorySpan.of(tensor) for tensor in tensors])
     assert not contents.begin()()
@@ -104,7 +109,8 @@ def test_each_change_is_reported_by_one_comparison_only() -> None:
 
 @pytest.mark.parametrize("index", range(3))
 def test_a_tensor_that_was_freed_counts_as_changed_for_ever(index: int) -> None:
-    """Also if it is freed while a comparison runs, whose kernels read its memory."""
+    """Here the tensor is freed between the begin and the end of a comparison, and missing in the next one. index: of
+    the tensor."""
     tensors = [torch.ones(4), torch.ones(5), torch.ones(6)]
     contents = Contents([MemorySpan.of(tensor) for tensor in tensors])
     begun = contents.begin()
@@ -113,7 +119,7 @@ def test_a_tensor_that_was_freed_counts_as_changed_for_ever(index: int) -> None:
     assert contents.begin()() is True, "and it stays so"
 
 
-def test_two_words_that_change_places_are_a_change() -> None:
+def test_swapping_two_numbers_of_a_tensor_is_a_change() -> None:
     tensor = torch.tensor([1.0, 2.0, 3.0, 4.0])
     contents = Contents([MemorySpan.of(tensor)])
     tensor.data[:2] = tensor[:2].flip(0).clone()

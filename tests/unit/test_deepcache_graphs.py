@@ -1,4 +1,6 @@
-"""CUDA graphs of full and cached passes: the deep feature keeps its address, and its memory is counted."""
+"""DeepCache with CUDA graphs, for which PretendedGraphs stand: full and cached passes are captured and replayed, edits
+of weights and code take effect, and a faulty cached pass is not used. The outer part of the UNet is computed by both
+passes, the inner part by full passes alone; steps count from 0, and the interval is 3."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -36,7 +38,8 @@ def entry(part: str) -> Entry:
 
 
 def sample(rig: Rig, count: int = 8, prompts: tuple[tuple[str, ...], ...] = (("cat", "ugly"),)) -> list[str]:
-    """The routes of the calls of a sampling. Every output is checked."""
+    """The routes of the calls of a sampling of `count` steps, whose outputs are compared with the oracle's. prompts: of
+    the rows of each call of a step."""
     rig.begin(STEPS[:count])
     whole = {*range(0, count, 3), count - 1}
     routes = []
@@ -49,8 +52,8 @@ def sample(rig: Rig, count: int = 8, prompts: tuple[tuple[str, ...], ...] = (("c
 
 
 def test_full_and_cached_passes_are_captured_and_replayed(rig: Rig, pretended: PretendedGraphs) -> None:
-    """Within one sampling, each pass is computed, captured, and then replayed. A third capture would mean that the deep
-    feature has moved. PretendedGraphs stand for CUDA's."""
+    """Within one sampling, each pass is computed without a graph, captured, and then replayed. A third capture would
+    mean that the deep feature, which the full pass writes and the cached pass reads, has another address."""
     assert sample(rig) == ["plain", "plain", "graph", "plain", "graph", "graph", "graph", "graph"]
     assert [entry(part).state for part in (FULL, CACHED)] == [State.READY] * 2
     assert len(pretended.captured) == 2
@@ -60,18 +63,18 @@ def test_full_and_cached_passes_are_captured_and_replayed(rig: Rig, pretended: P
 
 
 READ_BY_BOTH = "conv_in"
-READ_BY_WHOLE_PASSES = "mid_block.resnets.0.conv1"
+READ_BY_FULL_PASSES = "mid_block.resnets.0.conv1"
 
 
 @pytest.mark.parametrize(("path", "halves"), [
-    (READ_BY_BOTH, [FULL, CACHED, FULL, FULL, CACHED]), (READ_BY_WHOLE_PASSES, [FULL, CACHED, CACHED, FULL, CACHED]),
+    (READ_BY_BOTH, [FULL, CACHED, FULL, FULL, CACHED]), (READ_BY_FULL_PASSES, [FULL, CACHED, CACHED, FULL, CACHED]),
 ])
-def test_an_edit_takes_effect_at_once_in_the_outer_part_and_at_the_next_whole_step_elsewhere(
+def test_an_edited_weight_takes_effect_at_once_in_the_outer_part_else_at_the_next_full_pass(
     rig: Rig, pretended: PretendedGraphs, path: str, halves: list[str]
 ) -> None:
-    """The weights are edited before step 2, a cached one by its schedule. The outer part needs a full pass then; the
-    inner one waits for step 3. With two prompts: the call of the first one notices the edit, and the other one's
-    feature is outdated too."""
+    """The weight of a layer (path) is edited before step 2, which would be a cached pass. An edit in the outer part
+    makes step 2 a full pass; one in the inner part waits for step 3. Each prompt has a call of its own: the first
+    prompt's call finds the edit, and the second prompt's feature is outdated too. halves: the passes of the steps."""
     prompts = (("cat",), ("ugly",))
     for _ in range(2):
         sample(rig, prompts=prompts)
@@ -106,8 +109,8 @@ def set_hook_of_inputs(layer: Any) -> None:
 
 @torch.no_grad()
 def routes_and_last(rig: Rig, count: int, edit: Callable[[], None]) -> tuple[list[str], Any]:
-    """The routes of the first steps of a sampling in which edit is called before the third; and the last output's
-    relative error."""
+    """(the routes of the first `count` steps of a sampling, in which edit() is called before step 2; the relative error
+    of the last output against the host's)."""
     for _ in range(2):
         sample(rig)
     rig.begin(STEPS[:8])
@@ -125,17 +128,18 @@ def routes_and_last(rig: Rig, count: int, edit: Callable[[], None]) -> tuple[lis
 @pytest.mark.parametrize(("block", "routes"), [
     (SHALLOW, ["graph", "graph", "host"]), (DEEP, ["graph", "graph", "graph", "host"]),
 ])
-def test_replaced_code_takes_effect_at_once_in_the_outer_part_and_at_the_next_whole_step_elsewhere(
+def test_replaced_code_takes_effect_at_once_in_the_outer_part_else_at_the_next_full_pass(
     rig: Rig, block: str, routes: list[str], edit: Callable[[Any], None]
 ) -> None:
-    """A function or hook is set before step 2, a cached one. The host computes calls with such code: at once where the
-    cached pass runs the layer, else at step 3."""
+    """Before step 2, which would be a cached pass, a forward or a hook is set on a layer of `block`. The host computes
+    calls with such code, and the last output equals its own: at step 2 for a layer of the outer part (SHALLOW), at
+    step 3 for one of the inner part (DEEP). routes: of the steps."""
     layer = rig.unet.get_submodule(f"{block}.conv1")
     assert routes_and_last(rig, len(routes), lambda: edit(layer)) == (routes, 0)
 
 
 def test_replaced_code_of_a_module_that_both_parts_share_takes_effect_at_once(rig: Rig) -> None:
-    """One Dropout is in a layer of the outer part and in one of the deep part."""
+    """One Dropout object is in a layer of the outer part and in a layer of the inner part."""
     shared = nn.Dropout(0.0)
     rig.unet.get_submodule("down_blocks.1.attentions.0.transformer_blocks.0.ff.net")[1] = shared
     rig.unet.get_submodule(SHALLOW).dropout = shared
@@ -166,6 +170,7 @@ def test_if_the_cached_pass_fails_full_passes_are_used(rig: Rig, monkeypatch: py
 def test_a_cached_pass_that_does_not_reproduce_the_full_pass_is_not_used(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With the feature of the same step, a cached pass must have the full pass's output. Here it is 1 % larger."""
     right = compute.cached_pass
     monkeypatch.setattr(compute, "cached_pass", lambda *args: right(*args) * 1.01)
     rig.begin(STEPS[:4])

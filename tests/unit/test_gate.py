@@ -1,4 +1,5 @@
-"""Which requests are a browser's that follows a link, and what the host's own check of a login sees of a request."""
+"""Which requests count as those of a browser that follows a link, and what of a request is passed on to the WebUI's own
+check of the login."""
 from __future__ import annotations
 
 import asyncio
@@ -25,17 +26,17 @@ LINK = {"sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}
     ("GET", "/", {"sec-fetch-mode": ""}, False), ("GET", "/", {"origin": "http://evil.example"}, False),
     ("GET", "/", {"origin": ""}, False),
 ])
-def test_only_a_get_of_a_page_by_navigation_counts_as_a_followed_link(
+def test_only_reading_one_of_our_pages_by_navigation_counts_as_following_a_link(
     method: str, path: str, changed: dict[str, str], is_one: bool
 ) -> None:
-    """A page that a browser opens from a link of another site may be shown, since that site cannot read it. LINK has
-    the headers that browsers send with it."""
+    """A page that a browser opens in a tab, by a link on another site, may be shown, because that site cannot read it.
+    LINK: the headers that browsers send then. changed: headers with another value. is_one: whether it counts as one."""
     assert is_link(method, path, Headers({**LINK, **changed})) is is_one
 
 
-def test_the_hosts_login_check_gets_the_browsers_cookies_and_host_and_no_other_header() -> None:
-    """status_of(app, path, request) asks the host's own app, as the client of the request, and returns the status of
-    its answer."""
+def test_the_login_check_of_the_webui_gets_cookies_and_host_of_a_request_and_no_other_header() -> None:
+    """status_of(app, path, request) makes a GET of the path in the WebUI's app, with the client's address and the
+    scheme of the request, and returns the status of the answer."""
     seen: list[Any] = []
 
     async def page(request: Request) -> JSONResponse:

@@ -1,4 +1,5 @@
-"""A graph contains the results of torch's functions at its capture, so it is valid for that code alone."""
+"""A CUDA graph repeats what torch's functions did at its capture. After one of them was replaced, it is invalid; after
+changes of the host's own code, which graphs do not contain, it stays valid."""
 from __future__ import annotations
 
 import importlib
@@ -20,9 +21,9 @@ CLOSE = 1e-5
 
 
 def test_a_graph_is_not_replayed_after_a_function_of_torch_was_replaced(native_operators: StandInOperators) -> None:
-    """Both the host and our operators call torch.nn.functional.silu by its name, so a replacement affects both.
-    bound.epoch.addresses is the number of the epoch in which graphs are valid: it changes at the first call after each
-    replacement, and at no other."""
+    """Both the host and our operators call torch.nn.functional.silu by its name, so a replacement affects both, and our
+    output stays close to the host's. bound.epoch.addresses is the number of the epoch in which graphs are valid: it
+    changes at the first call after each replacement, and at no other."""
     unet = diffusers_unet(**SMALL_XL)
     lib_onediff.compile_unet(unet, backend="cudagraph")
     bound: Any = None
@@ -43,7 +44,8 @@ def test_a_graph_is_not_replayed_after_a_function_of_torch_was_replaced(native_o
 def test_graphs_on_a_second_gpu_are_not_replayed_after_a_function_of_torch_was_replaced(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """MirrorNetwork is the copy of the network on the second GPU, here of the CPU."""
+    """MirrorNetwork is the copy of the network on the second GPU, here on the CPU. The epoch in which its graphs are
+    valid ends with the replacement, and that of the replacement with its removal."""
     unet = diffusers_unet(**SMALL_XL)
     call = a_call(unet)
     source = BoundNetwork(unet, FAMILIES.read)
@@ -51,26 +53,27 @@ def test_graphs_on_a_second_gpu_are_not_replayed_after_a_function_of_torch_was_r
     copy = empty_copy(source.binding, torch.device("cpu"))
     mirror = MirrorNetwork(source, copy)
 
-    def generation() -> int:
+    def epoch() -> int:
         source.refresh(call)
         mirror.refresh(call)
         return mirror.epoch.addresses
 
-    before = generation()
-    assert generation() == before
+    before = epoch()
+    assert epoch() == before
     silu = F.silu
     monkeypatch.setattr(F, "silu", lambda given, inplace=False: 0.9 * silu(given))
-    replaced = generation()
-    assert replaced != before and generation() == replaced
+    replaced = epoch()
+    assert replaced != before and epoch() == replaced
     monkeypatch.undo()
-    assert generation() not in (before, replaced)
+    assert epoch() not in (before, replaced)
 
 
-def test_a_graph_outlives_changes_of_the_hosts_own_code(
+def test_a_graph_stays_valid_when_the_code_of_the_host_changes(
     native_operators: StandInOperators, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A1111 changes variables of its LoRA code with each prompt: that needs another check, but not another graph.
-    bound.sources() is the digest of the host's code."""
+    """A1111 changes variables of its LoRA code with each prompt. Then our output must be checked against the host's
+    again, but the graph stays. bound.sources() is the digest of the host's code, which changes; the epoch of graphs
+    (epoch.addresses) does not."""
     unet = diffusers_unet(**SMALL_XL)
     lib_onediff.compile_unet(unet, backend="cudagraph")
     embeddings: Any = importlib.import_module("diffusers.models.embeddings")

@@ -1,4 +1,4 @@
-"""The WebUI's images as jobs, whatever its state does not have."""
+"""The WebUI's running and waiting images in the list of jobs, also if the WebUI's state lacks fields."""
 from __future__ import annotations
 
 import sys
@@ -25,8 +25,9 @@ def interrupt() -> None:
 def test_a_running_image_is_a_job_whichever_fields_the_webuis_state_has(
     monkeypatch: pytest.MonkeyPatch, state: dict[str, Any], shown: tuple[str, int, int]
 ) -> None:
-    """(title, done, total) of the job, in steps. A second look returns the same job objects, and a task that waits is a
-    job as well."""
+    """state: the fields of modules.shared.state. shown: (title, done, total) of the job; done and total count the steps
+    of all images of the run. A task that waits in the WebUI's queue is a job, too. images.jobs() returns the same job
+    objects at each call."""
     monkeypatch.setitem(sys.modules, "modules.shared", SimpleNamespace(
         state=SimpleNamespace(interrupt=interrupt, **state)
     ))
@@ -42,5 +43,6 @@ def test_a_running_image_is_a_job_whichever_fields_the_webuis_state_has(
 
 
 def test_outside_of_a_webui_the_step_is_0_of_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """step_of_host() is (steps done, all steps) of the image in progress."""
     monkeypatch.delitem(sys.modules, "modules.shared", raising=False)
     assert step_of_host() == (0, 0)
