@@ -1,4 +1,5 @@
-"""int8 products against float64: compiled on a GPU, by Triton's interpreter without one."""
+"""int8 products and products with LoRAs against float64 products of the same factors. The kernels are compiled on a
+GPU; without one, Triton's interpreter runs them."""
 from __future__ import annotations
 
 import pytest
@@ -23,12 +24,14 @@ if DEVICE.type == "cuda":
 
 
 def factors(rows: int, width: int, out: int) -> tuple[QuantizedTokens, QuantizedWeight]:
+    """Random tokens (rows, width) and a random weight (out, width), both in int8 with a scale for each row."""
     values, scales = rounded_rows(torch.randn(rows, width, device=DEVICE), INT8)
     weight, weight_scales = rounded_rows(torch.randn(out, width, device=DEVICE), INT8)
     return QuantizedTokens(values, scales, (rows,)), QuantizedWeight(weight, weight_scales.t().contiguous())
 
 
 def exact(tokens: QuantizedTokens, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """The float64 product of the quantized factors."""
     left = tokens.values.double() * tokens.scales.double()
     right = weight.values.double() * weight.scales.double().t()
     return left @ right.t() + (0 if bias is None else bias.double())
@@ -40,10 +43,10 @@ def exact(tokens: QuantizedTokens, weight: QuantizedWeight, bias: Tensor | None)
     with_bias=[True, False],
     config=CONFIGS,
 )
-def test_a_product_is_close_to_the_exact_one_rounded_once(
+def test_an_int8_product_differs_from_the_exact_one_by_one_rounding_of_the_output(
     shape: tuple[int, int, int], dtype: torch.dtype, with_bias: bool, config: LaunchConfig
 ) -> None:
-    """The bound is one rounding of the output, and float32's error of the sums (1e-5 of the largest output)."""
+    """float32's error of the sums is allowed as well (1e-5 of the largest output). shape: (rows, width, outputs)."""
     rows, width, out = shape
     tokens, weight = factors(rows, width, out)
     bias = torch.randn(out, device=DEVICE, dtype=dtype) if with_bias else None
@@ -56,8 +59,8 @@ def test_a_product_is_close_to_the_exact_one_rounded_once(
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_rows_of_zeros_and_rows_a_thousand_times_as_large_are_multiplied_right(config: LaunchConfig) -> None:
-    """The second part has the largest possible sums: 127 * -127, 5120 times."""
+def test_a_row_of_zeros_gives_zeros_and_a_row_a_thousand_times_as_large_is_as_exact(config: LaunchConfig) -> None:
+    """The large row and a usual one are compared with float64."""
     rows = torch.randn(40, 64, device=DEVICE)
     rows[3] = 0
     rows[5] = rows[5] * 1000
@@ -73,6 +76,7 @@ def test_rows_of_zeros_and_rows_a_thousand_times_as_large_are_multiplied_right(c
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_the_largest_possible_sums_do_not_overflow(config: LaunchConfig) -> None:
+    """Each sum has 5120 products of 127 and -127."""
     values = torch.full((16, 5120), 127, dtype=torch.int8, device=DEVICE)
     scales = torch.full((16, 1), 1e-4, device=DEVICE)
     output = products.int8_product(
@@ -89,7 +93,9 @@ def test_the_largest_possible_sums_do_not_overflow(config: LaunchConfig) -> None
 def test_loras_are_added_before_the_output_is_rounded(
     shape: tuple[int, int, int], ranks: int, layers: int, with_bias: bool, config: LaunchConfig
 ) -> None:
-    """layers: how many layers one product computes, each with LoRAs of its own hidden values (block_diag)."""
+    """The error is at most that of rounding the output once, besides float32's error of the sums. shape: (rows, width,
+    outputs). layers: how many fused layers the product computes. ranks: of each layer's LoRAs. hidden: the tokens after
+    the down matrices of all layers; each layer's rows of `up` multiply its own ranks of it (block_diag)."""
     rows, width, out = shape
     tokens, weight = factors(rows, width, out)
     bias = torch.randn(out, device=DEVICE).half() if with_bias else None
@@ -116,6 +122,7 @@ DOWN_TYPES = [torch.float16, torch.bfloat16] if DEVICE.type == "cuda" else [torc
 def test_the_product_with_the_down_matrices_of_loras_is_rounded_once(
     shape: tuple[int, int, int], dtype: torch.dtype, config: LaunchConfig
 ) -> None:
+    """float32's error of the sums is allowed as well. shape: (rows, width, ranks)."""
     rows, width, ranks = shape
     tokens, down = (torch.randn(count, width, device=DEVICE).to(dtype) for count in (rows, ranks))
     output = products.down_product(tokens, down, config)
@@ -126,7 +133,8 @@ def test_the_product_with_the_down_matrices_of_loras_is_rounded_once(
 
 
 def test_several_loras_become_one_pair_of_matrices_with_the_same_product() -> None:
-    """Each up matrix begins at a row of the output. The rank is padded to 16, the least that kernels multiply."""
+    """An up matrix is for some rows of the output, and is given with the first of them. The ranks are padded to 16, the
+    fewest that kernels multiply."""
     first, second, down = torch.randn(32, 4), torch.randn(16, 5), torch.randn(9, 24)
     joint_down, joint_up = products.joint_loras(LowRank(down, ((0, first), (40, second))), 64)
     assert joint_down.shape == (16, 24) and joint_up.shape == (64, 16)
@@ -137,8 +145,8 @@ def test_several_loras_become_one_pair_of_matrices_with_the_same_product() -> No
 
 
 def test_adjacent_up_matrices_are_not_copied() -> None:
-    """Parts of one tensor in the order of memory become a view of it. In any other order, or with other numbers of
-    rows, they are copied."""
+    """If the up matrices are adjacent parts of one tensor, in the order of memory and with equal numbers of rows, the
+    joint one is a view of it. Otherwise they are copied. The down matrix is never copied."""
     whole = torch.randn(64, 16)
     factor = torch.randn(16, 24)
     found = products.joint_loras(LowRank(factor, ((0, whole),)), 64)
@@ -146,7 +154,7 @@ def test_adjacent_up_matrices_are_not_copied() -> None:
     halves = LowRank(torch.randn(32, 24), ((0, whole[:32]), (32, whole[32:])))
     down, up = products.joint_loras(halves, 64)
     assert down.data_ptr() == halves.down.data_ptr() and up.data_ptr() == whole.data_ptr() and up.shape == (64, 16)
-    # The second one replaces the first; and one for another number of rows.
+    # Not in the order of memory; and with unequal numbers of rows.
     for ups in (((0, whole[32:]), (32, whole[:32])), ((0, whole[:32]), (48, whole[32:48]))):
         down, up = products.joint_loras(LowRank(torch.randn(32, 24), ups), 64)
         assert up.shape == (64, 32) and torch.equal(up[:32, :16], ups[0][1]) and not up[:32, 16:].any()

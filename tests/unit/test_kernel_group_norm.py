@@ -1,4 +1,5 @@
-"""The group norm kernels against float64: on a GPU compiled, without one under Triton's interpreter."""
+"""The group norm kernels against float64 ("exact"). The kernels are compiled on a GPU; without one, Triton's
+interpreter runs them."""
 from __future__ import annotations
 
 from typing import Any
@@ -74,7 +75,8 @@ def error(
 def test_group_norm_is_close_to_exact_for_every_number_of_channels_and_pixels(
     sizes: tuple[int, int, int, int, int], at_once: Way
 ) -> None:
-    """Also with a shift that is a slice of a wider tensor, as a block's is of all blocks' shifts."""
+    """With SiLU and a shift, and without. The shift is a slice of a wider tensor, as a block's shift is a slice of the
+    shifts of all blocks. sizes: (batch, channels, groups, height, width). at_once: see WAYS."""
     batch, channels, groups, height, width = sizes
     image = random_image(batch, channels, height, width)
     shift = torch.randn(batch, 3 + channels + 9, device=DEVICE).split([3, channels, 9], dim=1)[1]
@@ -88,10 +90,11 @@ def test_group_norm_is_close_to_exact_with_every_launch_config(config: dict[str,
 
 
 @grid(channels=[(64, 32, 4), (32, 64, 4), (80, 48, 4), (16, 128, 6), (7, 65, 4)], at_once=WAYS)
-def test_two_concatenated_images_are_normed_right_if_their_border_is_inside_a_group(
+def test_group_norm_of_two_images_is_close_to_exact_if_a_group_has_channels_of_both(
     channels: tuple[int, int, int], at_once: Way
 ) -> None:
-    """The kernel reads both images instead of their concatenation; a group with channels of both has one mean."""
+    """The kernel reads both images instead of their concatenation, and the group must have one mean over both.
+    channels: (of the first image, of the second, number of groups)."""
     first, second, groups = channels
     assert first % ((first + second) // groups), "the border must not be between two groups"
     images = random_image(2, first, 4, 9), random_image(2, second, 4, 9, mean=3.0)
@@ -102,17 +105,19 @@ def test_two_concatenated_images_are_normed_right_if_their_border_is_inside_a_gr
 
 @grid(eps=[1e-6, 1e-2, 1.0], at_once=WAYS)
 def test_eps_is_added_to_the_variance_of_images_that_hardly_vary(eps: float, at_once: Way) -> None:
+    """The images have a standard deviation of 0.01, so that eps changes the result much."""
     assert error(at_once, random_image(1, 32, 6, 7, deviation=1e-2), None, 4, eps=eps) < CLOSE
 
 
-# The result is value * scale + offset, with numbers of about 1000: their rounding is what remains.
+# The allowed error, as CLOSE, if the mean is a thousand deviations. The result is then the sum of two numbers of about
+# 1000 (value * scale + offset), whose rounding remains.
 FAR_FROM_ZERO = 4000
 
 
 @grid(mean=[100.0, -100.0], at_once=WAYS)
 def test_a_mean_of_a_thousand_deviations_adds_no_error_but_its_own_rounding(mean: float, at_once: Way) -> None:
-    """The variance as a difference of mean squares would lose all digits. The mean may be the image's, of both images,
-    or of the shift."""
+    """A variance computed as a difference of mean squares would lose all digits. The mean is that of one image, of two
+    concatenated ones, or of the shift."""
     image = random_image(1, 32, 20, 33, mean=mean, deviation=0.1)
     assert error(at_once, image, None, 2) < FAR_FROM_ZERO
     assert error(at_once, image, random_image(1, 16, 20, 33, mean=mean, deviation=0.1), 2) < FAR_FROM_ZERO
@@ -121,11 +126,11 @@ def test_a_mean_of_a_thousand_deviations_adds_no_error_but_its_own_rounding(mean
 
 
 @grid(size=[(45, 60), (32, 65), (41, 50)], mean=[0.0, 100.0])  # 84.4, 65 and 64.1 strips
-def test_more_strips_than_are_joined_at_once_give_the_right_norm(
+def test_group_norm_is_close_to_exact_with_more_strips_than_are_joined_at_once(
     size: tuple[int, int], mean: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each strip of pixels has sums of its own, which the last kernel joins in blocks; the sizes need several
-    blocks."""
+    """The first kernel sums each strip of 32 pixels; the joining kernel reads JOINED_NUMBERS of these sums at once, and
+    has to do so several times for images of these sizes."""
     rows = 32
     height, width = size
     monkeypatch.setattr(images, "wanted_strips", lambda *ignored: 10**6)
@@ -137,7 +142,8 @@ def test_more_strips_than_are_joined_at_once_give_the_right_norm(
 
 
 @grid(dtype=list(NEAREST), at_once=WAYS)
-def test_half_precision_rounds_the_output_alone(dtype: torch.dtype, at_once: Way) -> None:
+def test_in_half_precision_only_the_output_is_rounded(dtype: torch.dtype, at_once: Way) -> None:
+    """The error against float64 is at most that of rounding to the nearest once. See NEAREST."""
     image = random_image(2, 48, 5, 7, mean=4.0, dtype=dtype)
     shift = torch.randn(2, 48).to(DEVICE, dtype)
     assert error(at_once, image, None, 4, shift=shift, silu=True) <= NEAREST[dtype]

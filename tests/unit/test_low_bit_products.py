@@ -1,5 +1,5 @@
-"""A feed-forward's first product with its GEGLU, in float8; and convolutions with the norm before them, in eight bits
-and with float16 sums."""
+"""Kernels for the first product of a feed-forward with its GEGLU, in float8 and in half precision; for convolutions in
+8 bits or with float16 sums; and for the group norm that quantizes a convolution's input."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -37,8 +37,8 @@ from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.weights.low_bit import FP8, GROUP_NORMED, INT8, KINDS, Kind, Product, as_rows, gated_scale
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# Launch configs that are quick in the interpreter: without and with tiles that the GPU copies by itself. On a GPU, all
-# supported candidates are tested instead.
+# Launch configs that are quick in Triton's interpreter: without and with tiles that the GPU copies by itself. On a GPU,
+# all configs that it supports are tested instead. EXACT: of the product in half precision.
 CONFIGS = [(0, 64, 64, 64, 8, 4, 2), (1, 64, 64, 64, 8, 4, 2)]
 EXACT = CONFIGS
 HALF = torch.float16
@@ -58,8 +58,9 @@ if DEVICE.type == "cuda":
 def factors(
     rows: int, width: int, half: int, norm: LayerWeights, row_scales: bool
 ) -> tuple[Tensor, QuantizedTokens, Tensor, QuantizedWeight]:
-    """Tokens after a norm in float32 and in float8, and a weight in float32 and in float8. row_scales: the weight has a
-    scale for each row, because its rows differ by a factor of 10,000."""
+    """(tokens after a layer norm in float32, the same in float8, a weight in float32, the same in float8). half: half
+    the number of the weight's rows. row_scales: whether its rows differ by a factor of up to 10,000 and have a scale
+    each; otherwise they have one scale."""
     hidden = torch.randn(rows, width, device=DEVICE)
     tokens = torch.nn.functional.layer_norm(hidden, (width,), norm.weight, norm.bias)
     weight = torch.randn(2 * half, width, device=DEVICE) / width**0.5
@@ -72,8 +73,8 @@ def factors(
 
 
 def error_of(found: QuantizedTokens, tokens: QuantizedTokens, weight: QuantizedWeight, bias: Tensor | None) -> float:
-    """The relative error against the same rounded factors. For normally distributed numbers, three bits of mantissa
-    give 2.7e-2."""
+    """The relative error against product and GEGLU of the same float8 factors. For normally distributed numbers,
+    float8, with three bits of mantissa, has an error of 2.7e-2."""
     sums = (tokens.values.float() * tokens.scales) @ (weight.values.float() * weight.scales.t()).t()
     expected = torch_ops.gated(sums if bias is None else sums + bias.float(), GEGLU)
     # Triton's interpreter halves values just below a power of two.
@@ -87,9 +88,10 @@ def error_of(found: QuantizedTokens, tokens: QuantizedTokens, weight: QuantizedW
     (1, 48, 16, False, torch.float16), (130, 128, 96, True, torch.float16),
 ]))
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_a_float8_product_with_its_geglu_is_close_to_that_of_the_rounded_factors(
+def test_a_float8_product_with_geglu_is_close_to_the_exact_result_of_the_same_float8_factors(
     rows: int, width: int, half: int, row_scales: bool, dtype: torch.dtype, config: LaunchConfig
 ) -> None:
+    """Apart from the rounding of its output to float8. half, row_scales: see factors. dtype: of the bias."""
     norm = LayerWeights(torch.rand(width, device=DEVICE) + 0.5, torch.randn(width, device=DEVICE))
     _, rounded, weight, low_bit = factors(rows, width, half, norm, row_scales)
     bias = torch.randn(2 * half, device=DEVICE).to(dtype)
@@ -104,6 +106,8 @@ def test_a_float8_product_with_its_geglu_is_close_to_that_of_the_rounded_factors
 def test_a_gated_product_in_half_precision_rounds_only_its_output(
     rows: int, width: int, half: int, dtype: torch.dtype, config: LaunchConfig
 ) -> None:
+    """The output differs from float64's, for the same factors, by rounding it once, besides float32's error of the
+    sums. half: the number of outputs."""
     tokens, weight, bias = (
         torch.randn(shape, device=DEVICE).to(dtype) for shape in ((rows, width), (2 * half, width), (2 * half,))
     )
@@ -114,9 +118,10 @@ def test_a_gated_product_in_half_precision_rounds_only_its_output(
 
 
 @pytest.mark.parametrize("outlier", [1.0, 1000.0])
-def test_no_output_of_a_gated_product_exceeds_its_scale(outlier: float) -> None:
-    """With the largest possible tokens after a layer norm: parallel to a row of the weight. The range of float8 is used
-    to a sixteenth at least."""
+def test_no_output_of_a_geglu_overflows_in_float8_with_the_scale_that_its_weights_give(outlier: float) -> None:
+    """gated_scale() makes the scale from weights alone. Among the tokens after a layer norm are those with the largest
+    possible outputs: parallel to a row of the weight. The largest output, with a margin of 1.3 for rounding, is at
+    least a sixteenth of float8's largest number, and not above it. outlier: a factor of one row of the weight."""
     width = 64
     half = 24
     norm = LayerWeights(torch.rand(width) + 0.5, torch.randn(width))
@@ -148,11 +153,12 @@ def rounded_weight(weight: Tensor, kind: Kind) -> QuantizedWeight:
     (2, 48, 32, 9, 21), (1, 32, 48, 3, 2), (1, 16, 16, 8, 16), (1, 80, 64, 17, 33), (3, 32, 32, 1, 1),
 ]))
 @pytest.mark.parametrize(("dtype", "config"), CONVOLVED, ids=str)
-def test_a_convolution_in_eight_bits_or_with_float16_sums_is_close_to_that_of_its_factors(
+def test_a_convolution_in_8_bits_or_with_float16_sums_is_close_to_float64_on_its_factors(
     batch: int, channels: int, out: int, height: int, width: int, dtype: torch.dtype, config: LaunchConfig
 ) -> None:
-    """With edges, pixels that do not fill a tile, and channels that do not fill a step; the images of a batch have
-    scales of their own."""
+    """dtype: of the factors; float16 ones are summed in float16. Each image of a batch has its own scale. The sizes
+    have edges, pixels that do not fill a tile, and channels that do not fill the depth of a tile. At last, the output
+    is compared with that of the factors before rounding."""
     given = image(batch, channels, height, width)
     weight = torch.randn(out, channels, 3, 3, device=DEVICE)
     weight *= torch.logspace(-1, 1, out, device=DEVICE)[:, None, None, None]
@@ -182,10 +188,10 @@ def test_a_convolution_in_eight_bits_or_with_float16_sums_is_close_to_that_of_it
 
 
 @pytest.mark.parametrize(("kind", "beside"), [(FP8, False), (INT8, False), (INT8, True)], ids=str)
-def test_a_group_norm_is_quantized_to_the_formats_range(kind: Kind, beside: bool) -> None:
-    """With a shift, for one image or two side by side, as in group_norm. The largest value of each sample becomes the
-    format's largest, unless it comes from a channel's lowest number. Then: the convolution takes it, small feature maps
-    are not quantized, and NaN stays NaN."""
+def test_a_quantized_group_norm_uses_the_whole_range_of_the_format_and_keeps_nan(kind: Kind, beside: bool) -> None:
+    """The largest value of each image of the batch becomes the format's largest number, and the others are rounded to
+    the nearest. The result is the input of a convolution. Small feature maps are not quantized. An image with NaN gives
+    an output of NaN. beside: whether the norm is that of two concatenated images."""
     first_half = image(2, 32, 32, 32)
     second = 3 + image(2, 16, 32, 32)
     first_half[1] *= torch.linspace(0.1, 10, 32, device=DEVICE)[:, None, None]
@@ -228,8 +234,8 @@ def test_a_group_norm_is_quantized_to_the_formats_range(kind: Kind, beside: bool
 
 
 def test_an_int8_convolution_is_timed_with_its_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """time_ms gets the work in the model's dtype and in INT8, also without float8; its fake times fall with each
-    call."""
+    """choice.measure() passes to time_ms: the convolution, to choose its launch config; norm and convolution in the
+    model's dtype; and both in INT8. The fake times fall with each call, so INT8 is the best choice."""
     config = next(config for dtype, config in CONVOLVED if dtype == INT8.dtype)
     outputs = []
     monkeypatch.setitem(CONVOLUTIONS, INT8.dtype, replace(CONVOLUTIONS[INT8.dtype], candidates=(config,)))
@@ -253,8 +259,9 @@ def test_an_int8_convolution_is_timed_with_its_norm(monkeypatch: pytest.MonkeyPa
 def test_float16_sums_are_used_if_they_are_allowed_and_correct_and_faster(
     monkeypatch: pytest.MonkeyPatch, ours_ms: float, factor: float, is_used: bool
 ) -> None:
-    """ours_ms: against 1.0 of the library's convolution, where a gain of 1 % is not enough. factor: 1.1 makes the
-    output wrong. applied(HALF_SUMS) allows them."""
+    """Only within applied(HALF_SUMS) are they allowed; outside, the output is the library's bit for bit. ours_ms: the
+    time of our convolution, against 1.0 ms of the library's; a gain of 1 % is not enough. factor: of our convolution's
+    output; with 1.1 it is wrong."""
     launches = Launches(TuningCache())
     kernel = CONVOLUTIONS[HALF]
     real = products.half_sums_convolution

@@ -1,4 +1,4 @@
-"""Choices of precision that have no effect on a machine, and the sentences that tell the user."""
+"""Options of precision and speed that have no effect on a machine, and the notes that say so in the settings."""
 from __future__ import annotations
 
 import importlib.util
@@ -18,10 +18,10 @@ from lib_onediff.ui import effects
 from lib_onediff.ui.effects import why_no_effect
 
 GPU = torch.device("cuda", 0)
+# NVIDIA GPUs by their compute capabilities, an AMD GPU, and no GPU.
 NVIDIA = "9.0"
 TURING = "7.5"
 PASCAL = "6.1"
-GEFORCE = "8.9"
 AMD = "AMD"
 NONE = ""
 
@@ -69,8 +69,8 @@ def use_packages(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 def test_options_without_effect_on_a_machine_have_a_note(
     option: str, value: Any, gpu: str, part: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gpu: an NVIDIA GPU's compute capability, AMD, or NONE. part: of the sentence below the option; None: the option
-    has an effect."""
+    """gpu: the machine's GPU, see use_gpu. part: some words of the note below the option; None: no note, because the
+    option has an effect with this value, or switches something off."""
     use_gpu(monkeypatch, gpu)
     use_packages(monkeypatch)
     monkeypatch.setattr(runtime, "devices", Runtime().devices)
@@ -78,9 +78,11 @@ def test_options_without_effect_on_a_machine_have_a_note(
     assert reason is None if part is None else part in (reason or ""), reason
 
 
-def test_with_oneflow_half_accumulation_has_an_effect(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OneFlow sums in float16. Without it, this GPU has the switches of torch."""
-    use_gpu(monkeypatch, GEFORCE)
+def test_half_accumulation_has_an_effect_on_an_old_gpu_with_oneflow_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OneFlow sums in float16, and torch only from compute capability 7.0 on."""
+    use_gpu(monkeypatch, PASCAL)
+    use_packages(monkeypatch)
+    assert why_no_effect("accumulation", "half") is not None
     use_packages(monkeypatch, "oneflow")
     assert why_no_effect("accumulation", "half") is None
 
@@ -92,8 +94,9 @@ def test_with_oneflow_half_accumulation_has_an_effect(monkeypatch: pytest.Monkey
 def test_a_switch_that_this_torch_lacks_is_reported_and_never_written(
     missing: tuple[str, ...], says: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in torch 2.3, which has no switch for float16 sums; torch 2.1 raises AssertionError for it. The other switches
-    are set and restored."""
+    """The note of half accumulation names torch's version; the switches that torch has are set and restored. missing:
+    the switches that torch lacks, as torch 2.3 lacks that for float16 sums. says: the exception that reading a missing
+    one raises; torch 2.1 raises AssertionError."""
     class Lacking:
         """torch.backends.cuda.matmul or cudnn without some of its attributes."""
 

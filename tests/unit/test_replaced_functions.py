@@ -1,5 +1,6 @@
-"""Functions that a network calls by name, replaced after a size was proved: the host's output counts, with a reason
-that names the author; and ours again once the replacement is removed."""
+"""Functions that the network's code calls by name are replaced after a size was checked. The host then computes the
+calls, with a reason that names the author of the replacement. Once it is removed, OneDiff computes them again. A check
+compares our output with the host's; without a replacement, it is made at the first call of a size."""
 from __future__ import annotations
 
 import functools
@@ -47,12 +48,13 @@ def louder_first(function: Any) -> Any:
 
 
 def disguised(function: Any) -> Any:
-    """functools.wraps copies the names of the function that it replaces, also onto one of torch's decorators."""
+    """A replacement with the name and the module of the original: functools.wraps copies them, here onto a function
+    that torch.no_grad has decorated."""
     return functools.wraps(function)(torch.no_grad()(louder(function)))
 
 
 def with_code(function: Any) -> Callable[[pytest.MonkeyPatch], object]:
-    """Another body in the same function."""
+    """Gives the same function object another body."""
     def other(timesteps: Any, embedding_dim: Any, *given: Any, **named: Any) -> Any:
         return torch.ones(len(timesteps), embedding_dim)
 
@@ -88,9 +90,9 @@ REPLACED: dict[str, Change] = {
 }
 
 
-# Replacements that our own forward depends on as well.
+# Replacements that change our own forward in the same way as the host's.
 OF_OURS_TOO = {"torch.nn.functional.silu", "torch.group_norm", "math.log", "another function of torch's"}
-# No call of this network reaches it.
+# Replacements of code that this network does not run.
 NOT_CALLED = {"a method behind a method", "a module in a module's place"}
 
 
@@ -106,11 +108,9 @@ def route_of(unet: nn.Module, **change: Any) -> str:
 
 
 @pytest.mark.parametrize("name", REPLACED)
-def test_a_function_replaced_after_the_check_leaves_calls_to_the_host_until_it_is_restored(
-    unet: Any, name: str
-) -> None:
-    """Also calls of another size, and of another UNet with the same weights. route_of compares each output with the
-    host's."""
+def test_the_host_computes_calls_after_a_function_was_replaced_until_it_is_restored(unet: Any, name: str) -> None:
+    """Also calls of another size, and of another UNet with the same weights. Of the replacements in OF_OURS_TOO and
+    NOT_CALLED, only the outputs are compared with the host's, as route_of does for every call."""
     assert [route_of(unet) for _ in range(2)] == ["plain"] * 2
     with pytest.MonkeyPatch.context() as patch:
         REPLACED[name](patch)
@@ -119,13 +119,13 @@ def test_a_function_replaced_after_the_check_leaves_calls_to_the_host_until_it_i
         # Another size, and another UNet with the same weights, were not checked before.
         routes |= {route_of(unet, height=12), route_of(lib_onediff.compile_unet(diffusers_unet(**SMALL_XL)))}
     if name not in OF_OURS_TOO | NOT_CALLED:
-        assert routes == {"host"} and ("was replaced by" in reason or "a module" in name)
+        assert routes == {"host"} and "was replaced by" in reason
         assert __name__ in reason or name == "its defaults", reason
     assert [route_of(unet), route_of(unet, height=12)] == ["plain"] * 2, runtime.status()["reason"]
 
 
 def checks(unet: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A list that records all checks from now on."""
+    """A list to which every check from now on is added, as the identity of its weights."""
     found: list[str] = []
     why_it_differs = verify.why_it_differs
 
@@ -145,6 +145,7 @@ def same_again(function: Any, number: int = 0) -> Any:
 def test_a_replacement_that_computes_the_same_is_checked_once_however_often_it_is_made(
     unet: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Each replacement is a new function object with the same code. The restored original needs no check."""
     assert route_of(unet) == "plain"
     found = checks(unet, monkeypatch)
     real = torch.cat
@@ -156,10 +157,10 @@ def test_a_replacement_that_computes_the_same_is_checked_once_however_often_it_i
     assert route_of(unet) == "plain" and len(found) == 1
 
 
-def test_code_that_is_new_at_every_call_is_checked_at_most_most_new_times(
+def test_code_that_is_new_at_every_call_is_checked_a_limited_number_of_times(
     unet: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then the host serves, with a reason, until the code is as it was."""
+    """After MOST_NEW checks, the host computes the calls, with a reason, until the original code is back."""
     assert route_of(unet) == "plain"
     found = checks(unet, monkeypatch)
     real = torch.cat
@@ -171,6 +172,8 @@ def test_code_that_is_new_at_every_call_is_checked_at_most_most_new_times(
     assert route_of(unet) == "plain"
 
 
+# By a place where a function may keep state: makes (a replacement of get_timestep_embedding that computes the same, a
+# function that changes its state and with it its result).
 STATES: dict[str, Callable[[], tuple[Any, Callable[[], object]]]] = {}
 
 
@@ -231,11 +234,11 @@ FACTOR = [1.0]
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_a_replacement_whose_state_changes_its_result_later_is_noticed(
+def test_the_host_computes_calls_once_the_state_of_a_replacement_changes_its_result(
     unet: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """STATES: where the function keeps the state: turn() changes it after the check. State that cannot be seen, such as
-    an iterator's, leaves the call to the host at once."""
+    """The replacement of STATES computes the same at first, and is checked; then turn() changes its state. If the state
+    cannot be read, as an iterator's (out_of_sight), the host computes calls from the beginning."""
     assert route_of(unet) == "plain"
     FACTOR[0] = 1.0
     function, turn = STATES[name]()
@@ -264,7 +267,8 @@ print(Tree(unet, (), ()).digest)
 
 
 def test_the_digest_of_the_sources_is_the_same_in_any_process() -> None:
-    """With another seed of hashes, and with other modules imported before."""
+    """Processes with other seeds of hashes, and with other modules imported before, find the same digest of the code
+    that a network runs. Stored verdicts are valid in a later process for the same digest."""
     digests = set()
     for seed, modules in (("1", ()), ("2", ("torch._dynamo", "diffusers.loaders.peft", "logging.handlers"))):
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -273,10 +277,11 @@ def test_the_digest_of_the_sources_is_the_same_in_any_process() -> None:
     assert len(digests) == 1 and all(digests)
 
 
-def test_a_mode_that_every_operator_goes_through_has_a_verdict_of_its_own(
+def test_calls_within_a_torch_function_mode_are_checked_separately_and_once(
     unet: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`with torch.device("cpu")` is such a mode. Each of the two verdicts is found once, even if the two alternate."""
+    """`with torch.device("cpu")` is such a mode, through which every operator goes. Calls within it and outside of it
+    alternate: each kind is checked at its first call alone."""
     assert route_of(unet) == "plain"
     found = checks(unet, monkeypatch)
     for _ in range(2):
@@ -290,7 +295,8 @@ def test_a_mode_that_every_operator_goes_through_has_a_verdict_of_its_own(
     ids=["inference_mode", "no_grad", "disable"],
 )
 def test_the_origin_of_a_function_decorated_by_torch_is_that_of_the_function(decorate: Any) -> None:
-    """origin() names the module of a function's code, for reasons. torch's decorators and functools.wraps hide it."""
+    """origin() is the module whose code a function runs, which reasons name. torch's decorators and functools.wraps
+    give the decorated function another __module__."""
 
     def foreign() -> None:
         pass
@@ -301,8 +307,8 @@ def test_the_origin_of_a_function_decorated_by_torch_is_that_of_the_function(dec
 
 
 def test_an_attention_processor_with_a_counter_needs_no_new_check_at_each_call() -> None:
-    """Each call runs it as it is, so a change of its state does not affect the verdict. called: how often each call of
-    the UNet ran it."""
+    """OneDiff runs an unknown attention processor itself at each call, so a change of its state affects our output as
+    the host's. called: how often each call of the UNet ran processors; in the first call, the check runs them, too."""
     class Counting:
         calls: list[int] = []
 

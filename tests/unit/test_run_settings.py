@@ -1,4 +1,5 @@
-"""A run's settings: the settings tab's, then a preset, then the extra options, then a mapping from the API."""
+"""The settings of a run: those of the settings tab (standing), changed by a preset, then by the extra options, then by
+a mapping from the API. Script arguments: [True, False or the mapping; the preset's name; the extra options as text]."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -23,8 +24,8 @@ from lib_onediff.ui.run_settings import AS_AT_FIRST, refusal_while_off, settings
 def test_a_client_may_send_the_first_script_argument_alone(
     argument: Any, standing: Settings, expected: Settings
 ) -> None:
-    """Older clients of the API send True, False or a mapping. Some WebUIs fill in the missing arguments with the page's
-    first values, others do not."""
+    """Older clients of the API send True, False or a mapping, and nothing else. Some WebUIs add the values of a new
+    page for the missing arguments (AS_AT_FIRST), others do not."""
     assert settings_of_run([], standing) == standing
     assert settings_of_run([argument], standing) == expected
     assert settings_of_run([argument, *AS_AT_FIRST[1:]], standing) == expected
@@ -34,7 +35,7 @@ def test_a_client_may_send_the_first_script_argument_alone(
                                       {"prewarm": "512x512"}, {"memory_budget": 1}, {"fp8": True},
                                       {"deepcache_interval": 0}, {"skip_negative_after": float("nan")}])
 def test_a_wrong_first_argument_is_refused_in_one_sentence(argument: Any) -> None:
-    with pytest.raises(ValueError, match="OneDiff"):
+    with pytest.raises(ValueError, match=r"^OneDiff[^\n]*\.\Z"):
         settings_of_run([argument], Settings())
 
 
@@ -47,12 +48,16 @@ def test_a_wrong_first_argument_is_refused_in_one_sentence(argument: Any) -> Non
     ("Quality first", "", "no preset 'Quality first'"), (BALANCED, "verify off", "no option 'verify'"),
     (BALANCED, "deepcache_interval 99", "it takes 1 to 20"), (BALANCED, "memory_budget 9", "no option"),
 ])
-def test_wrong_options_of_a_run_are_refused_in_one_sentence(preset: Any, changes: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_a_wrong_preset_or_wrong_extra_options_are_refused_in_one_sentence(
+    preset: Any, changes: Any, says: str
+) -> None:
+    """changes: the extra options. says: a part of the sentence."""
+    with pytest.raises(ValueError, match=says) as refused:
         settings_of_run([True, preset, changes], Settings())
+    assert "\n" not in str(refused.value)
 
 
-def test_a_run_that_is_off_ignores_wrong_options() -> None:
+def test_a_run_with_onediff_off_ignores_wrong_options() -> None:
     for preset, changes in (("Fastest", ""), (None, "nonsense 5"), (BALANCED, "deepcache_interval 99")):
         assert not settings_of_run([False, preset, changes], Settings()).enabled
 
@@ -76,7 +81,7 @@ def test_extra_options_override_the_preset_and_the_preset_the_settings() -> None
     ([{"enabled": True}, BALANCED, "off"], True), ([{"enabled": True}, BALANCED, "on"], False),
 ], ids=str)
 def test_onediff_is_off_if_any_of_argument_options_and_settings_says_so(arguments: list[Any], standing: bool) -> None:
-    """Three places: the first argument, the extra options, and the settings (standing)."""
+    """argument: the first one of the run. standing: whether the settings tab has OneDiff on."""
     off = replace(with_preset(Settings(), BALANCED), enabled=False)
     assert settings_of_run(arguments, Settings(enabled=standing)) == off
 
@@ -89,6 +94,8 @@ def test_onediff_is_off_if_any_of_argument_options_and_settings_says_so(argument
 def test_options_of_a_run_are_reported_as_without_effect_while_onediff_is_off_in_the_settings(
     arguments: Any, is_reported: bool
 ) -> None:
+    """Also wrong ones, such as "yes". Arguments without options, and those that switch OneDiff off, are not
+    reported."""
     expected = f"{OFF_IN_SETTINGS}: the options of this run have no effect." if is_reported else ""
     assert refusal_while_off(arguments) == expected
 
@@ -98,7 +105,7 @@ def test_options_of_a_run_are_reported_as_without_effect_while_onediff_is_off_in
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_sets_its_options_and_resets_the_other_options_of_speed_and_quality(name: str) -> None:
-    """Backend and memory are no options of a preset, and stay."""
+    """Backend and graph memory are not set by presets, and keep their values."""
     before = Settings(
         backend="eager", memory_budget=7, skip_negative_after=50, deepcache_interval=9, vae_precision="bf16",
     )
