@@ -155,11 +155,13 @@ async def test_at_shutdown_waiting_requests_get_their_images_and_new_ones_are_re
 
 
 def test_serving_imports_no_gradio() -> None:
-    """Ray Serve's environment has no gradio."""
+    """The modules that ray_serve.py imports, Ray apart, can be imported without gradio, which Ray Serve's environment
+    lacks."""
     pytest.importorskip("diffusers")
     code = (
         "import sys; sys.modules['gradio'] = None;"
-        "import lib_onediff.api.bodies, lib_onediff.api.gate, lib_onediff.hosts.diffusers.model_folder"
+        "import lib_onediff.api.bodies, lib_onediff.api.gate, lib_onediff.hosts.diffusers.model_folder;"
+        "import lib_onediff.public, lib_onediff.runtime.runtime, lib_onediff.serving.queue"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
