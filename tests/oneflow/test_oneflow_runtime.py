@@ -11,7 +11,7 @@ pytest.importorskip("diffusers")
 
 from builders import SMALL, SMALL_XL, a_call, diffusers_output, diffusers_unet, served
 from oneflow_builders import close
-from samplings import STEPS, Rig, call_of, equal_distances, few_steps_suffice, passes  # noqa: F401
+from samplings import STEPS, Rig, call_of, evenly_spaced, few_steps_suffice, passes  # noqa: F401
 
 from lib_onediff import compile_unet, status, uncompile_unet
 from lib_onediff.devices.oneflow.gate import OneFlowGate

@@ -45,13 +45,13 @@ def few_steps_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def equal_distances(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def evenly_spaced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Applies to files that import it: without a searched schedule, full passes are evenly spaced, one every `interval`
     steps."""
-    def at_equal_distances(total: int, interval: int) -> frozenset[int]:
+    def one_every_interval(total: int, interval: int) -> frozenset[int]:
         return frozenset(range(0, total, interval))
 
-    monkeypatch.setattr(schedules, "authors_whole_steps", at_equal_distances)
+    monkeypatch.setattr(schedules, "authors_whole_steps", one_every_interval)
     schedules.schedule_for.cache_clear()
     yield
     schedules.schedule_for.cache_clear()

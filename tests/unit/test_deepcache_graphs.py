@@ -16,7 +16,7 @@ from samplings import (  # noqa: F401
     STEPS,
     Rig,
     call_of,
-    equal_distances,
+    evenly_spaced,
     few_steps_suffice,
 )
 from torch import nn

@@ -10,14 +10,14 @@ import pytest
 import torch
 from builders import ONE_LAYER_A_BLOCK, SD1, SDXL, SMALL, a_call, diffusers_unet, relative_error, served
 from grid import grid
-from samplings import equal_distances, few_steps_suffice
+from samplings import evenly_spaced, few_steps_suffice
 from test_public_api_pipelines import inputs, pipeline, quiet
 
 import lib_onediff
 from lib_onediff.core.sampling import UNANNOUNCED, UNKNOWN_TIMES
 from lib_onediff.runtime.runtime import runtime
 
-__all__ = ["equal_distances", "few_steps_suffice", "quiet"]
+__all__ = ["evenly_spaced", "few_steps_suffice", "quiet"]
 NAME = "StableDiffusionPipeline"
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("FutureWarning", "DeprecationWarning")]
 

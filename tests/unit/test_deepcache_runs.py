@@ -18,7 +18,7 @@ from samplings import (  # noqa: F401
     STEPS,
     Rig,
     call_of,
-    equal_distances,
+    evenly_spaced,
     few_steps_suffice,
     memories,
     passes,

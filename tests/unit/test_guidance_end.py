@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from builders import diffusers_output, relative_error
-from samplings import ALONE, STEPS, WEBUI, WHOLE, Rig, Samplings, call_of, equal_distances  # noqa: F401
+from samplings import ALONE, STEPS, WEBUI, WHOLE, Rig, Samplings, call_of, evenly_spaced  # noqa: F401
 from torch import Tensor
 
 from lib_onediff.core.call import PromptRows, half_of

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from builders import diffusers_output
-from samplings import EVERY_THIRD, STEPS, Adopted, call_of, equal_distances, few_steps_suffice  # noqa: F401
+from samplings import EVERY_THIRD, STEPS, Adopted, call_of, evenly_spaced, few_steps_suffice  # noqa: F401
 
 from lib_onediff.core import sampling, table
 from lib_onediff.core.call import PromptRows, half_of

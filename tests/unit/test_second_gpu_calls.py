@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from builders import diffusers_unet
-from samplings import STEPS, WEBUI, equal_distances, few_steps_suffice  # noqa: F401
+from samplings import STEPS, WEBUI, evenly_spaced, few_steps_suffice  # noqa: F401
 from torch import nn
 from two_cpus import FIRST, SECOND, OnTwoGpus, TwoCpus, change_in_place, close, host_output
 

@@ -14,7 +14,7 @@ import torch
 from builders import SMALL_XL, diffusers_unet
 from graph_builders import PretendedGraphs
 from ladder_builders import EAGER, NATIVE
-from samplings import EVERY_THIRD, STEPS, WEBUI, equal_distances, few_steps_suffice  # noqa: F401
+from samplings import EVERY_THIRD, STEPS, WEBUI, evenly_spaced, few_steps_suffice  # noqa: F401
 from torch import Tensor
 from two_cpus import SECOND, OnTwoGpus, TwoCpus, change_by_data, change_in_place, change_one_layer, close, host_output
 
