@@ -152,8 +152,8 @@ def test_our_forward_calls_an_extensions_forward_on_a_block_or_an_attention(
 
 @family
 def test_the_host_computes_a_model_in_a_dtype_that_onediff_does_not_support(host: Host) -> None:
-    """The status gives the reason, here float64. The reason does not outlast it: OneDiff computes the generation in
-    float32, even after one that failed before its first UNet call."""
+    """The model is computed in float64, which the status gives as the reason. Back in float32, OneDiff computes the
+    next generation, even after one that failed before its first UNet call."""
     host.start()
     host.unet.computation_dtype = torch.float64
     assert calls_of(host.generate)[1] == {"host": 2}
@@ -213,11 +213,12 @@ def test_the_webui_is_asked_to_keep_the_memory_free_that_a_size_lacked_before(
 
 
 @forges
-def test_exclusive_work_runs_in_the_hosts_main_thread_with_its_lock(
+def test_exclusive_work_runs_in_the_main_thread_of_the_host_and_holds_its_queue_lock(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """exclusively() is for work that must not run beside a generation, such as pre-warming. It returns the work's
-    result or raises its exception, though the host's own function returns nothing, and refuses during a generation."""
+    """exclusively() is for work that must not run beside a generation, such as pre-warming, and refuses it during one.
+    It returns the result of the work or raises its exception; the host's function for the main thread returns
+    nothing."""
     adapter = host.start()
     lock = host.module("modules.call_queue").queue_lock
     handed_over: list[Any] = []

@@ -107,6 +107,7 @@ def a_pair(seconds: tuple[float, float]) -> Pair:
     ("seed", "-2", "The seed must be from -1"), ("steps", "1.5", "whole number"),
 ])
 def test_an_invalid_field_of_the_txt2img_tab_is_refused_by_name(name: str, value: Any, part: str) -> None:
+    """name, value: the field. part: a part of the message. JSON that is not an object is refused, too."""
     with pytest.raises(ValueError, match=part):
         request_of(fields(**{name: value}))
     with pytest.raises(ValueError, match="cannot be read"):

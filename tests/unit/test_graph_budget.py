@@ -112,7 +112,8 @@ def test_a_graph_larger_than_the_budget_is_never_captured(unet: nn.Module, prete
 def test_when_the_budget_is_full_graphs_of_other_architectures_are_dropped_first(
     unet: nn.Module, pretended: PretendedGraphs
 ) -> None:
-    """State "proved": the size has passed its comparison with the host, and has no graph."""
+    """A third graph exceeds the budget. That of the other architecture is dropped and has the state "proved": it has
+    passed its comparison with the host, and has no graph."""
     other = attached()
     make_ready(other, MIDDLE)
     make_ready(unet, SMALL)

@@ -157,9 +157,10 @@ def test_pasting_an_infotext_without_our_part_leaves_the_accordion_unchanged(par
     ("Use OneDiff off; low-bit  fp8", {"enabled": False, "low_bit": "fp8"}),
     ("OneDiff: on; backend eager", {"enabled": True, "backend": "eager"}),
 ])
-def test_the_changes_field_accepts_options_as_infotext_and_labels_write_them(
+def test_the_changes_field_accepts_names_of_options_and_labels_of_the_settings_tab(
     text: str, expected: dict[str, Any]
 ) -> None:
+    """Case, blanks, and = or : after a name do not matter. A pasted infotext is accepted, too."""
     assert infotext.read_changes(text) == expected
 
 

@@ -317,6 +317,7 @@ def test_a_second_installer_is_refused_while_one_runs(installed, monkeypatch):
 
 
 def test_output_of_pip_that_is_not_utf_8_is_read(tmp_path, monkeypatch):
+    """pip's message about a missing package is found behind bytes that are not UTF-8, and raised as CannotInstall."""
     said = rb"import sys; sys.stderr.buffer.write(b'\x81\xff No matching distribution found for tiny'); sys.exit(1)"
     (tmp_path / "pip.py").write_bytes(said)
     monkeypatch.chdir(tmp_path)
