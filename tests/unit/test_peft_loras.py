@@ -258,8 +258,8 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
 def test_diffusers_computes_a_lora_that_our_forward_does_not_support(
     change: Callable[[Any], object], reason: str
 ) -> None:
-    """It is of another kind, has a hook or a replaced forward on its layers, or is in training mode. change: one of
-    REFUSED. reason: a part of the reason in the status."""
+    """The LoRA is of another kind, has a hook or a replaced forward on its layers, or is in training mode. change: one
+    of REFUSED. reason: a part of the reason in the status."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
     change(unet)
     assert_left_to_the_host(unet, reason)

@@ -174,8 +174,8 @@ class Counting(Louder):
 
 
 def test_a_function_whose_result_changes_with_every_call_gets_no_graphs(unet: nn.Module) -> None:
-    """A capture calls the function more often than the host does. Once its results differ, the host computes the calls,
-    with this reason."""
+    """A capture calls the function more often than the host does. Once its results differ, the host computes the calls.
+    The status says that the function computes something else each time."""
     put(unet, Counting())
     for seed in range(2):
         error(unet, seed)

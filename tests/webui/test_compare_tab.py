@@ -119,7 +119,7 @@ def test_a_comparison_with_an_invalid_field_is_refused_with_a_sentence_below_it(
         compare.page.wait(lambda at=place: not compare.text(at), "the sentence to disappear", 10)
 
 
-def test_a_second_comparison_waits_and_survives_a_reload_and_the_first_ones_cancel(
+def test_a_waiting_comparison_survives_a_reload_of_the_page_and_a_cancel_of_the_running_one(
     compare: Compare, webui: WebUI
 ) -> None:
     """A second click on the same comparison queues nothing. Each Cancel button cancels its own job. A reloaded page

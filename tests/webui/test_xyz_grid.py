@@ -94,6 +94,8 @@ def test_each_cell_of_a_plot_has_the_image_of_its_options_and_later_images_have_
 
 
 def test_after_an_interrupted_plot_images_and_their_options_are_those_of_before(webui: WebUI) -> None:
+    """The plot is interrupted in its second image. Images after it equal those of before, and their infotext has
+    OneDiff's defaults."""
     before = alone(webui, {})
     long = {"steps": 12 if webui.kind == "forge" else 60, "width": 128, "height": 128}
     plot = InBackground(webui, plotted(webui, (INTERVAL, "3, 4, 5, 6"), (VAE, "bf16"), **long))
