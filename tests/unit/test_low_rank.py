@@ -1,4 +1,5 @@
-"""LoRAs computed beside their layers, by all operators that support them, against the merged weight."""
+"""LoRAs computed beside their layers (x @ down @ up is added to the output), by torch's operators and our kernels,
+compared with merged weights in float64. And which of the Forge family's patches are read as LoRAs."""
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -40,7 +41,8 @@ def ops(request: pytest.FixtureRequest) -> Operators:
 
 
 def with_loras(out: int, into: tuple[int, ...], biased: bool = True, members: tuple[int, ...] = ()) -> LayerWeights:
-    """A layer with LoRAs of different ranks on all of its members except the second."""
+    """A layer with random weights and LoRAs. members: the numbers of outputs of the layers that are fused into it; all
+    of them except the second have a LoRA, each of another rank. (): not fused."""
     ranks = {row: 2 + row % 5 for index, row in enumerate(first_rows(members or (out,))) if index != 1}
     sizes = dict(zip(first_rows(members or (out,)), members or (out,), strict=True))
     ups = tuple((row, random(sizes[row], rank)) for row, rank in ranks.items())
@@ -53,7 +55,7 @@ def first_rows(members: tuple[int, ...]) -> list[int]:
 
 
 def merged(layer: LayerWeights) -> LayerWeights:
-    """The weight merged in float64."""
+    """The layer with its LoRAs merged into the weight, in float64."""
     assert layer.low_rank is not None
     weight = layer.weight.double()
     rank = 0
@@ -68,8 +70,8 @@ def merged(layer: LayerWeights) -> LayerWeights:
 def test_a_linear_layer_with_loras_is_close_to_one_with_merged_weights(
     ops: Operators, members: tuple[int, ...], biased: bool
 ) -> None:
-    """members: the layer is a concatenation of several, with LoRAs on all except the second. ops: torch's operators and
-    ours."""
+    """members: see with_loras(). ops: torch's operators, or those of our kernels. The second comparison is of the
+    operator that adds the layer's output to a residual."""
     layer = with_loras(sum(MEMBERS), (64,), biased, members)
     x = random(2, 33, 64)
     tokens = random(2, 33, sum(MEMBERS))
@@ -83,6 +85,7 @@ def test_a_linear_layer_with_loras_is_close_to_one_with_merged_weights(
 def test_a_pointwise_convolution_with_loras_is_close_to_one_with_merged_weights(
     ops: Operators, biased: bool, joined: bool, form: torch.memory_format
 ) -> None:
+    """joined: the input is a pair of images, which count as concatenated along the channels."""
     layer = with_loras(48, (64, 1, 1), biased)
     image = random(2, 64, 8, 8).to(memory_format=form)
     given = ops.concatenate(image[:, :32], image[:, 32:]) if joined else image
@@ -94,6 +97,7 @@ def test_a_pointwise_convolution_with_loras_is_close_to_one_with_merged_weights(
 def test_a_convolution_with_loras_is_close_to_one_with_merged_weights(
     ops: Operators, biased: bool, circular: bool, stride: int
 ) -> None:
+    """A 3x3 convolution. circular: the padding of tiling images."""
     layer = with_loras(48, (32, 3, 3), biased)
     image = random(2, 32, 8, 8)
     shape = Convolution("", 32, 48, 3, stride, 1, circular)
@@ -103,9 +107,12 @@ def test_a_convolution_with_loras_is_close_to_one_with_merged_weights(
 
 @pytest.mark.parametrize("size", [1e4, 1.0, 1e-4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_very_large_and_small_down_matrices_neither_overflow_nor_vanish(dtype: torch.dtype, size: float) -> None:
-    """In float16, tokens times a large down matrix would overflow, and times a small one vanish: AppliedFunctions
-    balances both matrices."""
+def test_loras_with_very_large_or_small_down_matrices_neither_overflow_nor_underflow(
+    dtype: torch.dtype, size: float
+) -> None:
+    """In float16, an input times a large down matrix would overflow, and times a small one underflow. So
+    AppliedFunctions scales both matrices of a LoRA. size: the scale of the down matrix; the up matrix has 1 / size. The
+    reference is the merged weight in float64."""
     layer = LayerWeights(random(48, 64).to(dtype), None)
     x = random(2, 33, 64).to(dtype)
     up = random(48, 4) / size
@@ -122,9 +129,10 @@ def test_very_large_and_small_down_matrices_neither_overflow_nor_vanish(dtype: t
 
 
 @pytest.mark.parametrize("ranks", [(4, 4, 4), (4, 20, 4), (4, 0, 4), (0, 32, 0)], ids=str)
-def test_loras_of_layers_over_one_input_add_up_alone_and_together(ranks: tuple[int, ...]) -> None:
-    """"all" is the joint layer of a, b and c. A second fit of the same LoRAs keeps all addresses. With equal ranks, all
-    up matrices are adjacent in memory, as kernels read them."""
+def test_loras_of_layers_with_one_input_are_exact_in_each_layer_and_in_the_fused_one(ranks: tuple[int, ...]) -> None:
+    """Layers a, b and c have one input, and "all" is the layer that is fused from them. ranks: of their LoRAs, the sums
+    of several of rank 2. A second fit of the same LoRAs keeps all addresses. With equal ranks, the up matrices are
+    adjacent in memory, as a kernel reads them."""
     names = ("a", "b", "c")
     weights = {name: LayerWeights(random(32, 64), None) for name in names}
     weights["all"] = LayerWeights(torch.cat([weights[name].weight for name in names]), None)
@@ -157,7 +165,8 @@ DOWN = torch.ones(2, 6, 3, 3)
 
 @pytest.mark.parametrize(("parts", "scale"), [((UP, DOWN, 4.0, None, None), 1.0), ((UP, DOWN, None), 0.5)])
 def test_a_plain_lora_of_the_forge_family_becomes_a_low_rank_update(parts: tuple[Any, ...], scale: float) -> None:
-    """A patch is [strength, (kind, parts), strength of the model, offset, function]; newer hosts add a flag."""
+    """A patch is [strength, (kind, parts), strength of the model, offset, function]; newer hosts add a flag. parts: up,
+    down, alpha and, if the host has them, more. scale: alpha / rank times the strength."""
     update = low_rank_update([0.5, ("lora", parts), 1.0, None, None, True], WEIGHT)
     assert update is not None and update.scale == scale
     assert update.up.shape == (8, 2) and update.down.shape == DOWN.shape
@@ -172,5 +181,6 @@ def test_a_plain_lora_of_the_forge_family_becomes_a_low_rank_update(parts: tuple
     [0.5, ("lora", (UP, DOWN, 4.0)), 1.0, None, torch.neg],
 ], ids=["with a middle", "DoRA", "of a part", "LoHa", "difference", "strength of the model", "offset", "function"])
 def test_patches_that_are_not_plain_loras_stay_functions_of_the_host(patch: list[Any]) -> None:
-    """low_rank_update returns None for them: the host's own function is applied to the weight."""
+    """low_rank_update() returns None for a patch with a part that a plain LoRA lacks; OneDiff then applies the host's
+    own function to the weight."""
     assert low_rank_update(patch, WEIGHT) is None

@@ -1,4 +1,4 @@
-"""The output of a test run: failures when they happen, and the stacks of a test that hangs."""
+"""What tests/conftest.py adds to pytest's output: each failure as it happens, and the stacks of a test that hangs."""
 from __future__ import annotations
 
 import os
@@ -13,7 +13,7 @@ MANY = "\n".join(f"def test_{number}(): assert {number} != 0, 'the first of many
 
 
 def run(folder: Path, source: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a file's tests under tests/conftest.py, in another process."""
+    """Run a file with this source by pytest with tests/conftest.py, in another process."""
     (folder / "test_here.py").write_text(source)
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", *options]
     paths = {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
@@ -26,7 +26,8 @@ def run(folder: Path, source: str, *options: str, **environment: str) -> subproc
 
 @pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["one process", "two processes"])
 def test_a_long_run_prints_a_failure_when_it_happens(tmp_path: Path, options: tuple[str, ...]) -> None:
-    """tests/conftest.py prints it before pytest's own section of failures."""
+    """The failure of the first of 60 tests is printed before pytest's own section FAILURES. options: with -n,
+    pytest-xdist runs the tests in two processes."""
     finished = run(tmp_path, MANY, *options)
     at_once, rest = finished.stdout.split("= FAILURES =")
     assert finished.returncode == 1, finished.stdout + finished.stderr
@@ -34,7 +35,8 @@ def test_a_long_run_prints_a_failure_when_it_happens(tmp_path: Path, options: tu
     assert "the first of many" in rest
 
 
-def test_a_test_that_hangs_ends_with_its_stack_and_a_slow_one_prints_none(tmp_path: Path) -> None:
+def test_a_test_that_hangs_is_ended_with_its_stack_printed_and_a_slow_one_is_not(tmp_path: Path) -> None:
+    """A test hangs if it takes longer than ONEDIFF_TEST_HUNG_SECONDS."""
     source = "import time\ndef test_slow(): time.sleep({})\n"
     slow = run(tmp_path, source.format(1.5), ONEDIFF_TEST_HUNG_SECONDS="60")
     assert slow.returncode == 0 and slow.stderr == "", slow.stderr

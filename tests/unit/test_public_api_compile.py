@@ -1,4 +1,5 @@
-"""compile_unet and compile_pipe: what they accept, how they live with others, and that they leave no trace."""
+"""compile_unet and compile_pipe: which arguments and calls they accept, copies of compiled UNets, and that uncompiling
+restores a UNet."""
 from __future__ import annotations
 
 import copy
@@ -24,12 +25,13 @@ def route() -> str:
 
 
 def must_be_ours(unet: Any) -> None:
+    """Assert that our forward serves a call, with an output close to diffusers'."""
     assert error(unet, a_call(unet)) < 1e-5
     assert route() == "plain", lib_onediff.status()["reason"]
 
 
 def must_be_the_hosts(unet: Any) -> None:
-    """Ours is not asked at all."""
+    """Assert that diffusers' own forward computes a call, and that OneDiff does not even count it."""
     before = lib_onediff.status()["calls"]
     call = a_call(unet)
     assert torch.equal(served(unet, call), diffusers_output(unet, call))
@@ -37,6 +39,7 @@ def must_be_the_hosts(unet: Any) -> None:
 
 
 def test_compiling_returns_the_module_and_uncompiling_restores_its_attributes() -> None:
+    """Both also if called twice. A compiled UNet is served by the backend eager on a CPU."""
     unet = lib_onediff.uncompile_unet(diffusers_unet())
     attributes = dict(unet.__dict__)
     assert lib_onediff.compile_unet(lib_onediff.compile_unet(unet)) is unet
@@ -47,7 +50,8 @@ def test_compiling_returns_the_module_and_uncompiling_restores_its_attributes() 
     must_be_the_hosts(unet)
 
 
-def test_the_options_of_the_last_compilation_count() -> None:
+def test_the_options_of_the_last_compilation_apply() -> None:
+    """Keyword arguments take precedence over a Settings object."""
     unet = lib_onediff.compile_unet(diffusers_unet(), enabled=False)
     served(unet, a_call(unet))
     assert (route(), lib_onediff.status()["reason"]) == ("host", "OneDiff is switched off")
@@ -71,10 +75,10 @@ NO_PIPE = SimpleNamespace(unet=nn.Linear(1, 1))
     ("compile_pipe", "path/to/sdxl", {}, "takes a pipeline of diffusers"),
     ("uncompile_pipe", nn.Linear(1, 1), {}, "not a Linear; for a UNet there is uncompile_unet."),
 ], ids=str)
-def test_wrong_arguments_get_a_sentence_and_nothing_is_compiled(
+def test_wrong_arguments_raise_an_exception_that_names_them_and_nothing_is_compiled(
     function: str, given: Any, options: dict[str, Any], said: str
 ) -> None:
-    """given: the first argument; None for a valid one."""
+    """given: the first argument; None for a valid one. said: a part of the message."""
     unet = diffusers_unet()
     attributes = dict(unet.__dict__)
     right = {"compile_unet": unet, "compile_pipe": SimpleNamespace(unet=unet)}
@@ -84,7 +88,7 @@ def test_wrong_arguments_get_a_sentence_and_nothing_is_compiled(
 
 
 def test_ignores_leaves_a_unet_to_diffusers_and_accepts_parts_that_are_never_compiled() -> None:
-    """As callers of OneDiff's earlier compile_pipe do."""
+    """As in OneDiff's earlier compile_pipe. Here such a part is the text encoder."""
     pipe = SimpleNamespace(unet=diffusers_unet(), text_encoder=nn.Linear(1, 1))
     assert lib_onediff.compile_pipe(pipe, ignores={"unet"}) is pipe
     must_be_the_hosts(pipe.unet)
@@ -93,14 +97,15 @@ def test_ignores_leaves_a_unet_to_diffusers_and_accepts_parts_that_are_never_com
 
 
 def test_our_output_has_the_type_that_diffusers_returns() -> None:
-    """By name or position, with return_dict or without, and with a number for a timestep. An output is not overwritten
-    by the next call."""
+    """The arguments are given by name or by position, with return_dict or without, the timestep as a tensor or as a
+    number. Later calls do not overwrite an output."""
     unet = diffusers_unet()
     call = a_call(unet)
     with torch.no_grad():
         expected = unet(**diffusers_arguments(call))
         lib_onediff.compile_unet(unet)
         named = unet(**diffusers_arguments(call))
+        before = named.sample.clone()
         by_position = unet(call.latent, call.timestep, call.context, return_dict=False)
         one_number = unet(call.latent, 7, call.context).sample
         one_tensor = unet(call.latent, torch.tensor(7), call.context)[0]
@@ -108,7 +113,7 @@ def test_our_output_has_the_type_that_diffusers_returns() -> None:
     assert type(by_position) is tuple and len(by_position) == 1
     assert torch.equal(named.sample, by_position[0])
     assert torch.equal(one_number, one_tensor)
-    assert torch.equal(named.sample, by_position[0]), "an answer is not written over by the next one"
+    assert torch.equal(named.sample, before), "later calls do not overwrite an output"
     assert route() == "plain"
 
 
@@ -118,6 +123,7 @@ def test_our_output_has_the_type_that_diffusers_returns() -> None:
 ], ids=lambda extra: next(iter(extra)))
 @pytest.mark.filterwarnings("ignore")
 def test_calls_with_arguments_that_our_forward_does_not_take_are_left_to_diffusers(extra: dict[str, Any]) -> None:
+    """The output equals diffusers' to the bit, and the reason names the argument. A call without it is served."""
     unet = lib_onediff.compile_unet(diffusers_unet())
     call = a_call(unet)
     assert torch.equal(served(unet, call, **extra), diffusers_output(unet, call, **extra))
@@ -139,7 +145,8 @@ def copies() -> dict[str, Callable[[Any], Any]]:
 def test_a_copy_runs_diffusers_forward_with_its_own_weights_until_it_is_compiled(
     duplicate: Callable[[Any], Any]
 ) -> None:
-    """Compiling or deleting the copy does not affect the original."""
+    """duplicate: makes the copy of a compiled UNet. An edit of the copy does not change the original's output. The
+    original is still served after the copy was compiled, and after it was deleted."""
     unet = lib_onediff.compile_unet(diffusers_unet())
     must_be_ours(unet)
     twin = duplicate(unet)

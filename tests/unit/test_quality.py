@@ -1,4 +1,4 @@
-"""Comparisons of two images."""
+"""compare() of two images: PSNR, SSIM, delta E and the verdict in words."""
 from __future__ import annotations
 
 import math
@@ -28,6 +28,7 @@ IDS = ["painted", "painted too", "poster"]
 
 
 def bytes_of(image: Tensor) -> Tensor:
+    """An image of values from 0 to 1 as uint8."""
     return (image.clamp(0, 1) * 255).round().to(torch.uint8)
 
 
@@ -35,7 +36,8 @@ def verdict(first: Tensor, second: Tensor) -> str:
     return compare(bytes_of(first), bytes_of(second)).verdict
 
 
-def test_the_same_image_is_identical_in_every_form() -> None:
+def test_an_image_is_identical_to_itself_in_every_type() -> None:
+    """As a PIL image, with alpha or without, as a NumPy array, and as a tensor with the channels first or last."""
     values = bytes_of(painted())
     image = Image.fromarray(values.numpy())
     forms: list[Any] = [image, image.convert("RGBA"), values.numpy(), values.permute(2, 0, 1)]
@@ -48,13 +50,14 @@ def test_the_same_image_is_identical_in_every_form() -> None:
     (torch.zeros(128, 160), "An image must be"), (torch.zeros(128, 160, 3), "of uint8, not"),
     (torch.zeros(128, 152, 3, dtype=torch.uint8), "of the same size"),
 ])
-def test_images_that_cannot_be_compared_get_a_sentence(other: Tensor, part: str) -> None:
+def test_images_that_cannot_be_compared_are_refused_in_a_sentence(other: Tensor, part: str) -> None:
+    """part: of the message."""
     with pytest.raises(ValueError, match=part):
         compare(bytes_of(painted()), other)
 
 
 def test_psnr_ssim_and_delta_e_follow_their_definitions() -> None:
-    """Images of one colour, for which the formulas can be written out."""
+    """The images have one colour each, for which the formulas are written out, or known for delta E."""
     black, grey = (torch.full((16, 16, 3), level, dtype=torch.uint8) for level in (0, 1))
     found = compare(black, grey)
     assert found.psnr == pytest.approx(48.1308, abs=1e-4) and found.largest == 1
@@ -86,8 +89,8 @@ def test_without_a_working_scikit_image_the_comparison_is_refused_in_a_sentence(
 
 @pytest.mark.parametrize("image", IMAGES[:2], ids=IDS[:2])
 def test_an_image_with_less_saturation_or_contrast_has_the_verdict_paler(image: Tensor) -> None:
-    """kept: the share of the saturation. A veil mixes the image with white. The other way round, the image is not
-    paler."""
+    """kept: the share of the saturation that is kept. veiled() mixes the image with light grey. If the first image is
+    the veiled one, the second one is not paler."""
     for kept in (0.9, 0.5):
         found = compare(bytes_of(image), bytes_of(desaturated(image, kept)))
         assert found.verdict == PALER and found.saturation == pytest.approx(kept - 1, abs=0.05)
@@ -99,7 +102,7 @@ def test_an_image_with_less_saturation_or_contrast_has_the_verdict_paler(image: 
 
 @pytest.mark.parametrize("image", IMAGES, ids=IDS)
 def test_images_with_other_changes_are_not_called_paler(image: Tensor) -> None:
-    """Noise, brightness, more saturation, another position, another image."""
+    """The changes: noise, brightness, more saturation, another position, another image."""
     for changed in (noisy(image, 2), noisy(image, 16), noisy(image, 32), image * 0.8, image * 1.1,
                     desaturated(image, 1.2), image.roll((3, 5), (0, 1)), image.flip(0), painted(10)):
         assert verdict(image, changed) != PALER
@@ -110,5 +113,6 @@ def test_images_with_other_changes_are_not_called_paler(image: Tensor) -> None:
     (55.0, 0.998, UNSEEN), (38.6, 0.993, FINE_DETAILS), (33.2, 0.979, FINE_DETAILS), (19.6, 0.798, DETAILS),
     (9.5, 0.582, UNLIKE),
 ])
-def test_measured_images_get_the_verdict_of_their_psnr_and_ssim(psnr: float, ssim: float, expected: str) -> None:
+def test_the_verdict_follows_from_psnr_and_ssim(psnr: float, ssim: float, expected: str) -> None:
+    """In images that are neither identical nor paler."""
     assert ImageComparison(psnr, ssim, 200, 5, 0.0, 0.0, False).verdict == expected

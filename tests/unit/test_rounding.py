@@ -1,4 +1,5 @@
-"""The check of a first use finds small errors of ours, and accepts rounding that a network amplifies."""
+"""The check of a first use compares our first output of each shape with the host's. It finds small errors of our
+forward, and accepts rounding errors, also those that a network amplifies."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -20,12 +21,12 @@ Forward = Callable[[Any, Any, Any, Any, UNetCall], Tensor]
 
 
 def scaled(by: float) -> Callable[[Forward], Forward]:
-    """A forward whose output is off by a factor."""
+    """A function that gives a forward the relative error `by`."""
     return lambda forward: lambda *given: forward(*given) * (1 + by)
 
 
-def of_half_label(forward: Forward) -> Forward:
-    """A forward that rounds the label."""
+def of_half_y(forward: Forward) -> Forward:
+    """A forward that rounds y, SDXL's embedding of pooled text and sizes, to float16."""
     def output(family: Any, layout: Any, weights: Any, ops: Any, call: UNetCall) -> Tensor:
         assert call.y is not None
         return forward(family, layout, weights, ops, replace(call, y=call.y.half().float()))
@@ -34,7 +35,8 @@ def of_half_label(forward: Forward) -> Forward:
 
 
 def sharp(config: dict[str, Any], factor: float, seed: int) -> Any:
-    """A UNet whose softmaxes decide between nearly equal tokens, so that it amplifies any rounding."""
+    """A UNet whose attention scores are multiplied by factor**2. Its softmaxes then decide between nearly equal tokens,
+    and amplify any rounding."""
     unet = diffusers_unet(seed, **config)
     with torch.no_grad():
         for name, parameter in unet.named_parameters():
@@ -45,12 +47,13 @@ def sharp(config: dict[str, Any], factor: float, seed: int) -> Any:
 
 @pytest.mark.parametrize(("name", "fault"), [
     *((name, scaled(by)) for name in ("small", "SD1", "SDXL", "refiner") for by in (1e-5, -2e-5, 5e-5)),
-    ("small XL", of_half_label), ("SDXL", of_half_label),
+    ("small XL", of_half_y), ("SDXL", of_half_y),
 ])
 def test_an_error_of_our_forward_of_1e_5_is_found_at_the_first_use(
     name: str, fault: Callable[[Forward], Forward], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """fault: a forward that is off by a factor, or rounds the label to float16. The host serves both calls."""
+    """fault: gives our forward a relative error, or makes it round y to float16. Both calls return the host's
+    output, and the reason says that ours differs."""
     unet = lib_onediff.compile_unet(diffusers_unet(**LAYOUTS[name]))
     call = a_call(unet)
     monkeypatch.setattr(UNets, "output", fault(UNets.output))
@@ -65,8 +68,8 @@ def test_an_error_of_our_forward_of_1e_5_is_found_at_the_first_use(
 def test_the_check_of_a_first_use_accepts_rounding_that_a_network_amplifies(
     name: str, factor: float, seed: int
 ) -> None:
-    """sharp: softmaxes that decide between nearly equal tokens, so that any two forwards differ visibly. Route "plain":
-    our forward passed the check against the host's."""
+    """The UNets of sharp() amplify rounding so much that two correct forwards differ visibly. The route "plain" means
+    that our output passed the check. name, factor, seed: of the UNet."""
     unet = lib_onediff.compile_unet(sharp(LAYOUTS[name], factor, seed))
     served(unet, a_call(unet))
     assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
@@ -75,6 +78,7 @@ def test_the_check_of_a_first_use_accepts_rounding_that_a_network_amplifies(
 def test_the_check_of_a_first_use_runs_our_forward_once_where_outputs_are_close(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Only if the outputs differ more does the check need further forwards, which measure the effect of rounding."""
     calls: list[Any] = []
     forward = UNets.output
 
@@ -89,9 +93,11 @@ def test_the_check_of_a_first_use_runs_our_forward_once_where_outputs_are_close(
 
 
 @pytest.mark.parametrize("by", [1e-5, 5e-5])
-def test_an_error_of_our_vaes_decode_of_1e_5_is_found_at_the_first_use(
+def test_an_error_of_our_vae_decode_of_1e_5_is_found_at_the_first_use(
     by: float, fresh_route: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """by: the relative error that our decode is given. The image is the host's to the bit, and the reason says that
+    ours differs."""
     decoder = diffusers_vae().decoder
     latent = a_latent(decoder)
     run = Decoding.run

@@ -1,5 +1,5 @@
-"""The timesteps that are recorded from a WebUI's sampler. The samplers here are stand-ins with the methods and
-attributes of A1111's and Forge's; tests/webui runs the real ones."""
+"""The timesteps of a sampling, which OneDiff records from the schedule that a WebUI's sampler computes. The samplers
+here are stand-ins with the methods and attributes of A1111's and Forge's; tests/webui runs the real ones."""
 from __future__ import annotations
 
 import sys
@@ -17,7 +17,7 @@ from lib_onediff.hosts.sampler_schedule import OTHER_TIMESTEPS, sampling_of
 
 
 class Wrapped:
-    """The schedule of Stable Diffusion, as k-diffusion's DiscreteSchedule has it."""
+    """The noise schedule of Stable Diffusion, with the attributes of k-diffusion's DiscreteSchedule."""
 
     def __init__(self) -> None:
         betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2
@@ -60,6 +60,8 @@ def named(name: str, like: Any) -> Any:
 
 
 class BySigmas:
+    """A sampler that takes noise levels, with Karras' schedule. func: its sampling function."""
+
     def __init__(self, func: Any) -> None:
         self.func = func
         self.model_wrap = Wrapped()
@@ -70,6 +72,8 @@ class BySigmas:
 
 
 class ByTimesteps:
+    """A sampler that takes timesteps, such as DDIM. func: its sampling function."""
+
     def __init__(self, func: Any) -> None:
         self.func = func
 
@@ -78,6 +82,9 @@ class ByTimesteps:
 
 
 class Generation:
+    """A WebUI's processing object at the beginning of a pass. is_hr_pass: whether it is the second pass of hires
+    fix."""
+
     def __init__(self, sampler: Any, is_hr_pass: bool = False) -> None:
         self.sampler = sampler
         self.is_hr_pass = is_hr_pass
@@ -85,15 +92,16 @@ class Generation:
 
 @pytest.fixture(autouse=True)
 def webui(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """The WebUI's modules.shared.opts, with no option set."""
     opts = types.SimpleNamespace()
     monkeypatch.setitem(sys.modules, "modules", types.SimpleNamespace(shared=types.SimpleNamespace(opts=opts)))
     return opts
 
 
 @pytest.mark.parametrize("steps", [1, 4, 20])
-def test_the_samplers_noise_levels_are_recorded_and_converted_to_timesteps(steps: int) -> None:
-    """sampling_of replaces the sampler's get_sigmas until it is called, as the WebUI does at the beginning of a pass.
-    The last sigma, 0, is no call."""
+def test_the_noise_levels_of_a_sampler_are_recorded_and_converted_to_timesteps(steps: int) -> None:
+    """sampling_of() replaces the sampler's get_sigmas until the WebUI calls it at the beginning of a pass. There is no
+    UNet call at the last sigma, 0. In img2img, which begins later in the schedule, the first step has index 0, too."""
     sampler = BySigmas(euler)
     sampling = sampling_of(Generation(sampler, is_hr_pass=True))
     assert sampling.times() is None
@@ -109,16 +117,17 @@ def test_the_samplers_noise_levels_are_recorded_and_converted_to_timesteps(steps
 
 
 def test_the_sampler_is_unchanged_after_its_schedule_was_recorded() -> None:
-    """Forge announces the second pass of hires fix twice."""
+    """Also if sampling_of() is called twice before the schedule is computed, as in Forge for the second pass of hires
+    fix."""
     sampler = BySigmas(euler)
     for _ in range(2):
-        # Forge announces the second pass of hires fix twice.
         sampling_of(Generation(sampler))
     sampler.get_sigmas(None, 5)
     assert "get_sigmas" not in sampler.__dict__
 
 
 def test_a_sampler_method_set_by_another_extension_is_kept() -> None:
+    """Another extension has set get_sigmas on the sampler object. It is called, recorded, and set again afterwards."""
     sampler = BySigmas(euler)
     theirs = vars(sampler)["get_sigmas"] = partial(BySigmas.get_sigmas, sampler)
     sampling = sampling_of(Generation(sampler))
@@ -126,15 +135,16 @@ def test_a_sampler_method_set_by_another_extension_is_kept() -> None:
     assert len(sampling.times()) == 5 and sampler.__dict__["get_sigmas"] is theirs
 
 
-def test_the_recorded_timesteps_of_ddim_leave_out_the_lowest_at_which_it_never_calls() -> None:
+def test_the_recorded_timesteps_of_ddim_leave_out_the_lowest_at_which_it_calls_no_unet() -> None:
     sampler = ByTimesteps(ddim)
     sampling = sampling_of(Generation(sampler))
     sampler.get_timesteps(None, 20)
     assert sampling.times() == [float(time) for time in range(51, 1000, 50)]
 
 
-def test_samplers_that_choose_their_timesteps_while_they_run_are_refused() -> None:
-    """Without a sampler nothing is refused, except for forecasts, which need a known one."""
+def test_with_samplers_that_choose_their_timesteps_while_they_run_the_steps_are_unknown() -> None:
+    """why_not: why OneDiff skips no work in this sampling. why_no_forecast: why it extrapolates no outputs. With an
+    unknown sampler (None), only the latter has a reason."""
     for sampler in (BySigmas(dpm_fast), ByTimesteps(unipc)):
         assert "chooses its timesteps" in sampling_of(Generation(sampler)).why_not
     nothing = sampling_of(Generation(None))
@@ -144,18 +154,20 @@ def test_samplers_that_choose_their_timesteps_while_they_run_are_refused() -> No
 @pytest.mark.parametrize(("name", "why"), [
     ("sample_euler", ""), ("sample_dpmpp_2m", OTHER_SAMPLER), ("sample_euler_ancestral", OTHER_SAMPLER),
 ])
-def test_only_outputs_of_euler_and_ddim_can_be_extrapolated(name: str, why: str) -> None:
-    """Samplers of higher order, and those that add noise, are another sampler. why_no_forecast: the reason, or ""."""
+def test_outputs_of_euler_can_be_extrapolated_but_not_those_of_other_samplers(name: str, why: str) -> None:
+    """Extrapolation needs a first-order sampler that adds no noise: Euler, or DDIM (see the next test). why: the reason
+    that why_no_forecast() must return."""
     assert sampling_of(Generation(BySigmas(named(name, euler)))).why_no_forecast() == why
 
 
 @pytest.mark.parametrize(("of_image", "of_settings", "why"), [
     (None, None, ""), (0.0, 1.0, ""), (None, 0.5, OTHER_SAMPLER), (0.5, 0.0, OTHER_SAMPLER),
 ])
-def test_outputs_of_ddim_are_forecast_only_with_an_eta_of_0(
+def test_outputs_of_ddim_can_be_extrapolated_only_with_an_eta_of_0(
     webui: types.SimpleNamespace, of_image: float | None, of_settings: float | None, why: str
 ) -> None:
-    """With eta it adds noise. The image's eta counts before that of the settings."""
+    """With a larger eta, DDIM adds noise. of_image: the generation's eta, which takes precedence over of_settings, that
+    of the WebUI's settings. None: not set. why: the reason that why_no_forecast() must return."""
     if of_settings is not None:
         webui.eta_ddim = of_settings
     generation: Any = Generation(ByTimesteps(named("ddim", with_eta)))
@@ -171,7 +183,7 @@ class DiscretePredictor(Wrapped):
 
 
 class FlowPredictor:
-    """Forge Neo's predictor for Anima (multiplier 1), and for flow models whose timesteps go to 1000."""
+    """Forge Neo's predictor for flow models. multiplier: the largest timestep, 1 for Anima, 1000 for others."""
 
     def __init__(self, multiplier: float) -> None:
         times = torch.arange(1, 1001) / 1000
@@ -186,10 +198,10 @@ class FlowPredictor:
 @pytest.mark.parametrize(("predictor", "reason"), [
     (DiscretePredictor(), ""), (FlowPredictor(1.0), OTHER_TIMESTEPS), (FlowPredictor(1000.0), OTHER_TIMESTEPS),
 ], ids=["sd", "anima", "flow"])
-def test_samplers_with_other_timesteps_than_the_models_are_refused(
+def test_with_ddim_and_plms_the_steps_of_a_flow_model_are_unknown(
     kind: Any, predictor: Any, reason: str
 ) -> None:
-    """A flow model's timesteps are not the 0 to 999 of ddim and plms."""
+    """DDIM and PLMS take timesteps of 0 to 999, which a flow model does not have. reason: why the steps are unknown."""
     sampler = ByTimesteps(kind)
     model = types.SimpleNamespace(predictor=predictor)
     objects = types.SimpleNamespace(unet=types.SimpleNamespace(model=model))
@@ -207,6 +219,8 @@ def test_samplers_with_other_timesteps_than_the_models_are_refused(
 
 @pytest.mark.parametrize("name", ["sample_euler", "sample_er_sde", "sample_dpmpp_2m"])
 def test_the_steps_of_anima_are_known_with_samplers_that_take_noise_levels(name: str) -> None:
+    """Each call is assigned to its step by its timestep. Anima is a flow model. Only with Euler may outputs be
+    extrapolated."""
     predictor = FlowPredictor(1.0)
     sampler = BySigmas(named(name, euler))
     sampler.model_wrap = types.SimpleNamespace(
