@@ -1,5 +1,5 @@
-"""Data that was written is there in the next process, with any number of processes at once, and after kills at any
-moment."""
+"""The store on disk (sizes that were used, pins and measured choices) keeps what was written: for the next process,
+with several threads and processes writing at once, and if a process is killed at any moment."""
 from __future__ import annotations
 
 import contextlib
@@ -30,19 +30,22 @@ forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="starts its processes
 
 
 def test_uses_are_summed_and_later_values_replace_earlier_ones(tmp_path: Path) -> None:
+    """Of three rows recorded for one size. A row recorded later counts as the later one, even if its time is earlier. A
+    value that a later row lacks is kept."""
     history = opened(tmp_path)
     history.record(row(last_used=10.0, step_ms=5.0, relative_error=1e-3))
     history.commit()
     history.record(row(last_used=20.0, step_ms=9.0, host_ms=8.0))
-    # The clock was set back: later findings count, whatever it shows.
+    # As if the clock had been set back.
     history.record(row(last_used=5.0, step_ms=4.0))
     assert history.rows() == opened(tmp_path).rows() == [
         row(uses=3, last_used=5.0, step_ms=4.0, host_ms=8.0, relative_error=1e-3)
     ]
 
 
-def test_only_the_newest_entries_are_kept(tmp_path: Path) -> None:
-    """Of 50 entries too many, the oldest 50 go. A purge then makes the file small again."""
+def test_only_the_most_recently_used_rows_are_kept(tmp_path: Path) -> None:
+    """With 50 rows more than the limit, the 50 rows that were used least recently are deleted. A purge then makes the
+    file small again."""
     most = LIMITS[0][-1]
     history = opened(tmp_path)
     for number in range(most + 50):
@@ -56,7 +59,8 @@ def test_only_the_newest_entries_are_kept(tmp_path: Path) -> None:
 
 
 def test_no_use_is_lost_while_four_threads_record_and_another_commits(tmp_path: Path) -> None:
-    """rows() commits what was recorded before it reads."""
+    """rows() commits what was recorded, and then reads it. The sum of the uses is as recorded, also in the next
+    process."""
     history = opened(tmp_path)
     stop = threading.Event()
 
@@ -80,6 +84,8 @@ def test_no_use_is_lost_while_four_threads_record_and_another_commits(tmp_path: 
 
 
 def write_until_killed(folder: Path, first: int, sender: Connection) -> None:
+    """The writer's process: send None, then write the data for each number, beginning with first, and send the
+    number."""
     sender.send(None)
     history = History()
     history.open(folder)
@@ -96,8 +102,8 @@ def write_until_killed(folder: Path, first: int, sender: Connection) -> None:
 
 @forks
 def test_a_process_killed_at_any_moment_loses_nothing_that_was_committed(tmp_path: Path) -> None:
-    """The writer reports each number after its commit. Then the file has all commits that were reported, and at most
-    one more, each of them whole."""
+    """The writer commits the data of each number, and then reports the number. After each kill, the file has every
+    commit that was reported, and at most one more, each of them complete. KILLS: how many writers are killed."""
     chance = random.Random(5)
     expected = after_a_write = 0
     for _ in range(KILLS):
@@ -135,6 +141,7 @@ def test_a_process_killed_at_any_moment_loses_nothing_that_was_committed(tmp_pat
 
 
 def open_and_write(folder: Path, name: str, go: float, sender: Connection) -> None:
+    """A process that opens the store at the time go, sends whether it found the file damaged, and writes data."""
     time.sleep(max(0.0, go - time.monotonic()))
     history = History()
     history.open(folder)
@@ -154,7 +161,8 @@ def open_and_write(folder: Path, name: str, go: float, sender: Connection) -> No
 def test_processes_that_open_the_store_at_once_share_one_file_and_lose_nothing(
     tmp_path: Path, is_damaged: bool
 ) -> None:
-    """Also if the file that they find is damaged, and each writes more when it ends."""
+    """is_damaged: whether the file that the four processes find is damaged: then all use the same new one. Each writes
+    more data when it ends."""
     names = ["one", "two", "three", "four"]
     for attempt in range(2):
         folder = tmp_path / str(attempt)
@@ -177,7 +185,8 @@ def test_processes_that_open_the_store_at_once_share_one_file_and_lose_nothing(
 
 
 def test_a_purge_deletes_the_files_of_older_versions_and_not_those_of_newer_ones(tmp_path: Path) -> None:
-    """The first number in a name is the version. Pins of this version stay."""
+    """The first number in a file's name is the version of its format; this release's is 2. Pins of this version
+    stay."""
     newer = ["onediff-3-1.sqlite3", "onediff-10-2.sqlite3-wal", "onediff-3-1.sqlite3-journal"]
     older = ["onediff-1-9.sqlite3", "onediff-1-9.sqlite3-wal", "onediff-2-0.sqlite3"]
     for name in (*newer, *older, "notes.txt"):
@@ -193,8 +202,8 @@ def test_a_purge_deletes_the_files_of_older_versions_and_not_those_of_newer_ones
 
 
 def test_concurrent_threads_start_one_writer_and_lose_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight threads record measured choices at once: one timer writes all of them. In an earlier version, a second
-    thread started another timer while the first was being made."""
+    """The writer is a timer's thread, which the first record starts. Eight threads record measured choices at once. In
+    an earlier version, a second thread started another timer while the first was being made, which takes 50 ms here."""
     made: list[threading.Timer] = []
 
     class SlowTimer(threading.Timer):
@@ -218,10 +227,10 @@ def test_concurrent_threads_start_one_writer_and_lose_no_entry(tmp_path: Path, m
     assert len(opened(tmp_path).tuned()) == 40
 
 
-def test_data_is_written_at_the_end_where_python_starts_no_more_threads(
+def test_data_is_written_at_the_end_when_python_starts_no_more_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the interpreter's shutdown, the timer that would write cannot be started."""
+    """The timer that would write the data cannot be started at the interpreter's shutdown. close() writes it."""
     class NoTimer(threading.Timer):
         def start(self) -> None:
             raise RuntimeError("can't create new thread at interpreter shutdown")
@@ -233,8 +242,9 @@ def test_data_is_written_at_the_end_where_python_starts_no_more_threads(
     assert opened(tmp_path).tuned() == {"tile": 64}
 
 
-def test_no_choice_is_lost_that_is_set_while_a_store_is_being_attached() -> None:
-    """No value is lost, whether it was set before or after."""
+def test_no_tuned_choice_is_lost_that_is_set_while_a_store_is_being_attached() -> None:
+    """A tuning cache saves its choices in the attached store. 4000 choices are set in threads while it is attached 50
+    times: afterwards, the store has all of them."""
     cache = TuningCache()
     saved = dict[str, Any]()
     with ThreadPoolExecutor(4) as threads:

@@ -1,4 +1,4 @@
-"""After damage, the file stays, another one is begun, and the user gets a sentence."""
+"""If the store's file is damaged, it is left as it is, another file is begun, and the user gets a message."""
 from __future__ import annotations
 
 import random
@@ -17,7 +17,7 @@ Damage = Callable[[Path], object]
 
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file with two hundred rows and a pin."""
+    """A store's file with two hundred rows and a tuned choice."""
     history = opened(tmp_path_factory.mktemp("healthy"))
     for number in range(200):
         history.record(row(f"{number}x8"))
@@ -39,7 +39,7 @@ def replace_by_another_program(path: Path) -> None:
 
 
 def remade(path: Path, old: str, new: str) -> None:
-    """The same file with another table of findings."""
+    """Replace the file's table of findings by an empty one, with `old` replaced by `new` in its definition."""
     assert old in SCHEMA[1]
     run_in(path, "DROP TABLE finding", SCHEMA[1].replace(old, new))
 
@@ -75,7 +75,8 @@ DAMAGES: dict[str, Damage] = {
 
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_a_damaged_file_stays_and_another_one_is_begun_with_a_message(tmp_path: Path, healthy: Path, kind: str) -> None:
-    """The next process uses the new file without a message. A purge deletes both."""
+    """kind: the damage, done before the file is opened. The next process uses the new file without a message. A purge
+    deletes the damaged file and the new rows."""
     path = Path(shutil.copy(healthy, tmp_path / FILE))
     DAMAGES[kind](path)
     damaged = path.read_bytes()
@@ -94,8 +95,11 @@ def test_a_damaged_file_stays_and_another_one_is_begun_with_a_message(tmp_path: 
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_after_damage_of_the_file_in_use_all_further_data_is_kept(tmp_path: Path, healthy: Path, kind: str) -> None:
-    """In the same process and the next one, in a new file or in this one."""
+def test_after_damage_of_the_file_in_use_all_data_recorded_later_is_kept(
+    tmp_path: Path, healthy: Path, kind: str
+) -> None:
+    """kind: the damage, done by another program while this process uses the file. What is recorded afterwards is in a
+    new file or in this one, for this process and the next."""
     path = Path(shutil.copy(healthy, tmp_path / FILE))
     history = opened(tmp_path)
     assert len(history.rows()) == 200
@@ -110,6 +114,7 @@ def test_after_damage_of_the_file_in_use_all_further_data_is_kept(tmp_path: Path
 
 
 def test_a_foreign_table_in_the_file_is_left_alone(tmp_path: Path, healthy: Path) -> None:
+    """It does not count as damage: the file is still used, without a message."""
     path = Path(shutil.copy(healthy, tmp_path / FILE))
     run_in(path, "CREATE TABLE notes (text)", "ANALYZE", "INSERT INTO notes VALUES ('mine')")
     history = opened(tmp_path)
@@ -121,8 +126,9 @@ def test_a_foreign_table_in_the_file_is_left_alone(tmp_path: Path, healthy: Path
 
 # The last four are seeds at which an earlier version failed.
 @pytest.mark.parametrize("seed", [*range(40), 151, 155, 318, 1431])
-def test_a_store_with_bytes_changed_at_random_opens_and_records(tmp_path: Path, healthy: Path, seed: int) -> None:
-    """Also with journals of random bytes beside it. The next process reads what was recorded, and can purge it."""
+def test_a_store_with_random_bytes_changed_can_be_opened_and_written(tmp_path: Path, healthy: Path, seed: int) -> None:
+    """The file is also cut in half for some seeds, or has journals of random bytes beside it. What is recorded then is
+    read, and can be purged, by the next process."""
     chance = random.Random(seed)
     content = bytearray(healthy.read_bytes())
     for _ in range(chance.choice((1, 20, 500))):
@@ -142,8 +148,11 @@ def test_a_store_with_bytes_changed_at_random_opens_and_records(tmp_path: Path, 
     assert row() not in again.rows()
 
 
-def test_another_programs_journal_of_the_damaged_file_does_not_harm_the_new_one(tmp_path: Path, healthy: Path) -> None:
-    """It still writes to the damaged file while ours is begun, and takes that back."""
+def test_another_program_that_rolls_back_in_the_damaged_file_does_not_harm_the_new_one(
+    tmp_path: Path, healthy: Path
+) -> None:
+    """The other program has a transaction open in the damaged file while OneDiff begins a new file, and then rolls it
+    back. A OneDiff process that used the damaged file goes on in the new one."""
     path = shutil.copy(healthy, tmp_path / FILE)
     other = opened(tmp_path)
     writing = sqlite3.connect(path, isolation_level=None)
@@ -161,7 +170,8 @@ def test_another_programs_journal_of_the_damaged_file_does_not_harm_the_new_one(
 
 
 def test_rows_in_the_write_ahead_log_of_version_0_2_0_are_kept(tmp_path: Path, healthy: Path) -> None:
-    """Only that version used such a log, which needs memory shared by processes: the file has no log afterwards."""
+    """Only version 0.2.0 used SQLite's write-ahead log, which needs shared memory. The rows are from a process that did
+    not close the file. Once the file is opened, the log is gone."""
     here = tmp_path / "here"
     moved = tmp_path / "moved"
     here.mkdir()
@@ -176,8 +186,9 @@ def test_rows_in_the_write_ahead_log_of_version_0_2_0_are_kept(tmp_path: Path, h
     assert [file.name for file in moved.iterdir()] == [FILE]
 
 
-def test_a_transaction_that_fails_half_way_is_rolled_back_by_a_journal_on_the_disk(tmp_path: Path) -> None:
-    """Without a journal, a killed process or a full disk would leave half of an image's rows, or a damaged file."""
+def test_a_transaction_that_fails_half_way_is_rolled_back_by_a_journal_on_disk(tmp_path: Path) -> None:
+    """SQLite's journal must be a file: without it, a killed process or a full disk would leave half of an image's rows,
+    or a damaged file."""
     store = Store(tmp_path)
     store.add("INSERT INTO finding VALUES (?, ?, ?, ?)", "here", "pin", "kept", "1")
     store.commit()

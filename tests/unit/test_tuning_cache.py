@@ -1,4 +1,5 @@
-"""Tuned choices: in memory, in the store, from a damaged store, and for one GPU model alone."""
+"""Tuned choices (kernels and launch sizes chosen by measurement): kept in memory and in the store, ignored if invalid,
+and valid for one GPU model alone."""
 from __future__ import annotations
 
 import contextlib
@@ -30,6 +31,8 @@ def cache_in(folder: Path) -> tuple[History, TuningCache]:
 
 
 def test_choices_made_before_the_store_was_opened_are_saved_and_take_precedence(tmp_path: Path) -> None:
+    """The store has two choices of an earlier process, "tile" and "layout". "tile" is chosen anew before the store is
+    attached. The next process reads the new one."""
     _, earlier = cache_in(tmp_path)
     earlier.set("tile", {"block": [64, 128], "why": "größer"})
     earlier.set("layout", "nhwc")
@@ -44,8 +47,8 @@ def test_choices_made_before_the_store_was_opened_are_saved_and_take_precedence(
 
 @pytest.mark.parametrize("value", STRANGE, ids=json.dumps)
 def test_an_invalid_stored_choice_of_an_attention_kernel_is_ignored(tmp_path: Path, value: Any) -> None:
-    """value: not a known kernel in the stored form. The untuned choices are torch's for narrow heads, and a product of
-    matrices for wide ones."""
+    """value: what is stored in place of a list with a known kernel's name. The default is then used: TORCH for narrow
+    heads, GEMM for wide ones."""
     narrow = (2, 8, 64, 40)
     wide = (1, 1, 64, 512)
     history = opened(tmp_path)
@@ -63,11 +66,10 @@ SECOND = torch.device("cuda", 1)
 
 
 class TwoCards:
-    """torch's current card is 0 until it is set. on: the cards to which events went."""
+    """Stands for two GPUs. current: the index of torch's current device."""
 
     def __init__(self) -> None:
         self.current = 0
-        self.on: list[torch.device] = []
 
     @contextlib.contextmanager
     def using(self, device: torch.device) -> Iterator[None]:
@@ -81,20 +83,12 @@ class TwoCards:
 
 @pytest.fixture
 def cards(monkeypatch: pytest.MonkeyPatch) -> TwoCards:
+    """Two GPUs, "Large" and "Small", in place of torch.cuda's."""
     cards = TwoCards()
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            self.enable_timing = enable_timing
-
-        def record(self, stream: torch.device | None = None) -> None:
-            cards.on.append(stream or torch.device("cuda", cards.current))
-
     patched: dict[str, Any] = {
         "is_available": lambda: True, "is_initialized": lambda: True, "current_device": lambda: cards.current,
         "get_device_name": lambda device: ("Large", "Small")[cards.current if device.index is None else device.index],
-        "device": cards.using, "is_current_stream_capturing": lambda: True, "Event": Event,
-        "current_stream": lambda device=None: device or torch.device("cuda", cards.current),
+        "device": cards.using,
     }
     for name, function in patched.items():
         monkeypatch.setattr(torch.cuda, name, function)
@@ -102,8 +96,8 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> TwoCards:
 
 
 def test_choices_apply_to_the_gpu_model_that_was_measured(cards: TwoCards) -> None:
-    """Measured on the first GPU ("Large"); the second one ("Small") keeps the unmeasured choices. Stored names have the
-    GPU's."""
+    """Three choices are made by measurement on the first GPU, "Large". With the second GPU, "Small", as the current
+    device, the defaults are chosen. The names in the store contain that of the GPU."""
     cache = TuningCache()
     launches = Launches(cache)
     products = LowBit(cache, launches)
