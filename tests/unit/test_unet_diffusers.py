@@ -1,4 +1,5 @@
-"""Our forward against diffusers' UNet2DConditionModel and the real ldm UNetModel, as A1111 resizes it, in float32."""
+"""The output of our forward compared with those of diffusers' UNet2DConditionModel and of ldm's UNetModel, the UNet of
+A1111, in float32."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -31,13 +32,14 @@ EVERY_LAYOUT = [*LAYOUTS, *(LDM + name for name in LDM_LAYOUTS)]
 
 
 def shared(name: str) -> Any:
+    """A UNet that tests share, by a name of EVERY_LAYOUT."""
     return shared_ldm_unet(name.removeprefix(LDM)) if name.startswith(LDM) else shared_unet(name)
 
 
 @pytest.mark.parametrize("name", [*first(2, list(LAYOUTS)), *(LDM + name for name in first(1, list(LDM_LAYOUTS)))])
-def test_every_random_parameter_of_the_hosts_network_changes_its_output(name: str) -> None:
-    """Otherwise a comparison with it would not notice that our forward leaves a layer out. A gradient shows the
-    effect."""
+def test_every_parameter_of_the_host_network_affects_its_output(name: str) -> None:
+    """The gradient of each parameter has an element above 1e-4. If a parameter had no effect on the host's output, the
+    comparisons in this file would pass even if our forward left its layer out."""
     is_ldm = name.startswith(LDM)
     unet = ldm_unet(**LDM_LAYOUTS[name.removeprefix(LDM)]) if is_ldm else diffusers_unet(**LAYOUTS[name])
     call = a_call(unet, 16, 16)  # smaller, and the deepest attention would see one pixel only
@@ -51,14 +53,16 @@ def test_every_random_parameter_of_the_hosts_network_changes_its_output(name: st
 
 
 @grid(name=EVERY_LAYOUT, size=[(9, 11), (8, 8), (12, 16)])
-def test_our_output_is_close_to_the_hosts_for_every_layout_and_size(name: str, size: tuple[int, int]) -> None:
+def test_our_output_is_close_to_the_host_output_for_every_layout_and_size(name: str, size: tuple[int, int]) -> None:
     unet = shared(name)
     call = a_call(unet, *size)
     assert relative_error(our_output(unet, call), host_output(unet, call)) < CLOSE
 
 
 @grid(batch=[1, 2, 3, 4], tokens=[77, 154, 231], name=["SD1", "SDXL", "ldm SD1"])
-def test_our_output_is_close_to_the_hosts_for_every_batch_and_prompt_length(name: str, batch: int, tokens: int) -> None:
+def test_our_output_is_close_to_the_host_output_for_every_batch_and_prompt_length(
+    name: str, batch: int, tokens: int
+) -> None:
     unet = shared(name)
     call = a_call(unet, 8, 12, batch, tokens)
     assert relative_error(our_output(unet, call), host_output(unet, call)) < CLOSE
@@ -71,7 +75,7 @@ REAL_SIZES = [
 
 
 @pytest.mark.parametrize(("name", "pixels"), first(3, REAL_SIZES))
-def test_our_output_is_close_to_the_hosts_at_real_image_sizes(name: str, pixels: str) -> None:
+def test_our_output_is_close_to_the_host_output_at_real_image_sizes(name: str, pixels: str) -> None:
     if name == "ldm":
         # It writes its attention scores out: at the first level they would take gigabytes.
         unet = ldm_unet(attention_resolutions=[4, 2], num_heads=2)
@@ -83,7 +87,7 @@ def test_our_output_is_close_to_the_hosts_at_real_image_sizes(name: str, pixels:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float16])
-def test_with_timesteps_in_integers_or_float16_our_output_is_close_to_the_hosts(dtype: torch.dtype) -> None:
+def test_our_output_is_close_to_the_host_output_with_integer_and_float16_timesteps(dtype: torch.dtype) -> None:
     unet = shared_unet("SD1")
     call = replace(a_call(unet), timestep=torch.tensor([981, 3]).to(dtype))
     assert relative_error(our_output(unet, call), diffusers_output(unet, call)) < CLOSE
@@ -95,16 +99,17 @@ def test_with_timesteps_in_integers_or_float16_our_output_is_close_to_the_hosts(
     {"out_channels": 8}, {"block_out_channels": (32, 64), "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
                           "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D")}, {"dropout": 0.5},
 ], ids=str)
-def test_options_of_the_config_that_have_no_parameters_are_followed(config: dict) -> None:
-    """Such as epsilons, frequencies and kernel sizes: they are read from the modules."""
+def test_our_output_follows_options_of_the_config_that_have_no_parameters(config: dict) -> None:
+    """Such as epsilons, frequencies and kernel sizes. Our forward reads them from the modules; the output is compared
+    with diffusers'."""
     unet = diffusers_unet(**{**SD1, **config})
     call = a_call(unet, 9, 11)
     assert relative_error(our_output(unet, call), diffusers_output(unet, call)) < CLOSE
 
 
-def test_our_output_for_an_lcm_call_without_a_guidance_embedding_is_close_to_the_hosts() -> None:
-    """timestep_condition is the embedding of the guidance scale, which a caller may leave out; with it, the output is
-    another."""
+def test_our_output_is_close_to_the_host_output_for_lcm_without_a_guidance_embedding() -> None:
+    """timestep_condition is the embedding of the guidance scale, which a caller may leave out. With it, the output must
+    differ."""
     unet = shared_unet("LCM")
     guided = a_call(unet)
     plain = replace(guided, timestep_condition=None)
@@ -112,7 +117,8 @@ def test_our_output_for_an_lcm_call_without_a_guidance_embedding_is_close_to_the
     assert relative_error(our_output(unet, plain), our_output(unet, guided)) > 1e-3
 
 
-def test_our_output_in_channels_last_is_close_to_the_hosts_in_contiguous_memory() -> None:
+def test_our_output_with_channels_last_is_close_to_the_host_output_with_contiguous_memory() -> None:
+    """Our forward gets weights and latent in torch.channels_last."""
     unet = diffusers_unet(**SD1)
     call = a_call(unet, 9, 11)
     expected = diffusers_output(unet, call)
@@ -122,8 +128,8 @@ def test_our_output_in_channels_last_is_close_to_the_hosts_in_contiguous_memory(
 
 
 @pytest.mark.parametrize("channels", [32, 320, 1280])
-def test_our_timestep_sinusoids_equal_ldms_to_the_bit(channels: int) -> None:
-    """Some models amplify a difference of rounding here a thousand times."""
+def test_our_timestep_sinusoids_equal_those_of_ldm_to_the_bit(channels: int) -> None:
+    """Some models amplify a rounding difference in the timestep embedding a thousand times."""
     from ldm.modules.diffusionmodules.util import timestep_embedding
 
     from lib_onediff.core.leaves import Linear, TimeEmbedding

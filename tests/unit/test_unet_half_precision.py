@@ -1,4 +1,5 @@
-"""Half precision: our rounding error is not larger than the host's, both measured against the host in float32."""
+"""Half precision: our rounding error is not larger than the host's. Both errors are measured against the host's output
+in float32, with the same weights."""
 from __future__ import annotations
 
 import contextlib
@@ -50,21 +51,22 @@ def error_ratio(
     *, host: Callable[[nn.Module, UNetCall], Tensor], exact: Callable[[nn.Module, UNetCall], Tensor],
     upcast: bool = False,
 ) -> float:
-    """Our relative error divided by that of `host` in this dtype, as a mean over networks. exact: the forward that is
-    run in float32, with the same weights in half precision, for the output that both are compared with."""
+    """Our relative error in this dtype divided by that of `host`: the geometric mean over networks. Both errors are
+    against the output of `exact` in float32 with the same half-precision weights. build: makes a network from a seed.
+    upcast: our forward computes attention in float32."""
     ratios = []
     for seed in range(NETWORKS):
-        deepcache = build(seed).to(dtype)
-        call = cast(a_call(deepcache, 8, 8, PICTURES, seed=seed), dtype)
-        expected = exact(copy.deepcopy(deepcache).float(), cast(call, torch.float32))
-        ours = our_output(deepcache, replace(call, upcast_attention=upcast))
-        ratios.append(relative_error(ours.float(), expected) / relative_error(host(deepcache, call).float(), expected))
+        unet = build(seed).to(dtype)
+        call = cast(a_call(unet, 8, 8, PICTURES, seed=seed), dtype)
+        expected = exact(copy.deepcopy(unet).float(), cast(call, torch.float32))
+        ours = our_output(unet, replace(call, upcast_attention=upcast))
+        ratios.append(relative_error(ours.float(), expected) / relative_error(host(unet, call).float(), expected))
     return statistics.geometric_mean(ratios)
 
 
 @grid(name=["SD1", "SDXL"], dtype=HALF_TYPES)
-def test_our_rounding_error_is_at_most_diffusers(name: str, dtype: torch.dtype) -> None:
-    """Up to WORST_RATIO; see error_ratio()."""
+def test_our_rounding_error_is_at_most_that_of_diffusers(name: str, dtype: torch.dtype) -> None:
+    """Times WORST_RATIO, a margin for chance; see error_ratio()."""
     layout = {"SD1": {**SD1, **WIDER}, "SDXL": {**SDXL, **WIDER_SDXL}}[name]
     build = partial(diffusers_unet, **layout)
     ratio = error_ratio(build, dtype, host=diffusers_output, exact=diffusers_output)
@@ -72,11 +74,11 @@ def test_our_rounding_error_is_at_most_diffusers(name: str, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("dtype", first(1, HALF_TYPES), ids=str)
-def test_our_rounding_error_with_upcast_attention_is_at_most_that_of_diffusers_upcast_attention(
+def test_our_rounding_error_with_upcast_attention_is_at_most_that_of_diffusers_with_it(
     dtype: torch.dtype
 ) -> None:
-    """SD 2 with A1111's option "upcast cross attention to float32". diffusers' AttnProcessor upcasts by the config of
-    SD2."""
+    """SD 2 with A1111's option "upcast cross attention to float32". diffusers' AttnProcessor upcasts, too, because SD
+    2's config has upcast_attention. See error_ratio()."""
     from diffusers.models.attention_processor import AttnProcessor
 
     def build(seed: int) -> nn.Module:
@@ -107,8 +109,8 @@ def autocast_as_on_a_gpu(dtype: torch.dtype) -> Iterator[None]:
 
 
 @grid(name=["SD2", "SD1"], dtype=HALF_TYPES)
-def test_our_rounding_error_is_at_most_ldms_under_autocast(name: str, dtype: torch.dtype) -> None:
-    """As A1111 runs it."""
+def test_our_rounding_error_is_at_most_that_of_ldm_under_autocast(name: str, dtype: torch.dtype) -> None:
+    """A1111 runs ldm under autocast. See error_ratio()."""
     def host(unet: nn.Module, call: UNetCall) -> Tensor:
         unet.dtype = dtype
         with autocast_as_on_a_gpu(dtype):

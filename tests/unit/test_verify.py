@@ -1,5 +1,5 @@
-"""The errors that the check of a first use accepts; and that it restores random numbers and the state of extensions'
-functions for the host."""
+"""The check of a first use, which compares our first output of a shape with the host's: which errors it accepts, when
+it is needed, and that it restores random generators and the state of extensions' functions before the host runs."""
 from __future__ import annotations
 
 import itertools
@@ -24,6 +24,7 @@ from lib_onediff.store.history import History
 
 
 def an_entry(dtype: torch.dtype = torch.float32, **more: object) -> Entry:
+    """A new table entry of a shape. more: other fields of its ShapeKey."""
     unet = shared_unet("small")
     key = ShapeKey.of(FAMILIES.read(unet).architecture, dtype, a_call(unet), "eager")
     return Entry(replace(key, dtype=dtype, **more))
@@ -43,15 +44,14 @@ ONEFLOW = OneFlow(FAMILIES.output)
 def test_a_check_accepts_errors_up_to_the_limit_of_the_dtype_and_the_options(
     entry: Entry, allowed: float, passes: float, fails: float
 ) -> None:
-    """passes and fails: relative errors below and above the limit. allowed: what a backend may err besides."""
+    """passes, fails: relative errors just below and above the limit. allowed: an error that the backend may have
+    although rounding does not explain it. The last entry is of an option that computes in 8 bits."""
     expected = torch.ones(64)
     assert why_it_differs(entry, expected * (1 + passes), lambda: expected, allowed=allowed) is None
     assert "rounding explains" in why_it_differs(entry, expected * (1 + fails), lambda: expected, allowed=allowed)
 
 
 @pytest.mark.parametrize(("dtype", "moves", "passes", "fails"), [
-    # moves: the spread of rounding, which is below the limit that needs no measurement, between the two limits, or
-    # above the largest.
     (torch.float32, 1e-7, 4e-6, 6e-6), (torch.float32, 1e-5, 2.9e-5, 3.1e-5), (torch.float32, 1.0, 9e-5, 1.1e-4),
     (torch.float32, float("nan"), 4e-6, 6e-6), (torch.float16, 2e-3, 5.5e-3, 6.5e-3),
     (torch.float16, 1.0, 9e-3, 1.1e-2), (torch.bfloat16, 1.5e-2, 4e-2, 5e-2), (torch.bfloat16, 1.0, 5e-2, 7e-2),
@@ -59,15 +59,18 @@ def test_a_check_accepts_errors_up_to_the_limit_of_the_dtype_and_the_options(
 def test_a_check_accepts_more_where_the_network_amplifies_rounding(
     dtype: torch.dtype, moves: float, passes: float, fails: float
 ) -> None:
-    """moves: by how much a change of rounding moves the network's output; see the comment for its three ranges."""
+    """moves: the measured relative change of the network's output due to rounding. The limit for our error follows it
+    between a least and a most value; without a number (NaN), the least one applies. passes, fails: relative errors just
+    below and above the limit."""
     expected = torch.ones(64)
     entry = an_entry(dtype)
     assert why_it_differs(entry, expected * (1 + passes), lambda: expected, spread=lambda: moves) is None
     assert "rounding explains" in why_it_differs(entry, expected * (1 + fails), lambda: expected, spread=lambda: moves)
 
 
-def test_the_effect_of_rounding_is_measured_only_for_errors_in_between() -> None:
-    """It costs two forwards. Below the usual limit the output is accepted, far above it is refused, without them."""
+def test_the_effect_of_rounding_is_measured_only_for_errors_between_the_two_limits() -> None:
+    """The measurement costs two forwards. An error below the least limit is accepted without it, and one above the
+    largest limit is refused without it."""
     def spread() -> float:
         raise AssertionError("two forwards for nothing")
 
@@ -82,7 +85,7 @@ def test_a_check_fails_if_either_output_is_not_finite(worst: float) -> None:
     assert why_it_differs(an_entry(), torch.ones(64), lambda: torch.full((64,), worst)) == HOST_NOT_FINITE
 
 
-# As HyperTile has one.
+# The random generator of an extension, such as HyperTile's.
 OWN = random.Random()
 PATCHED = {"patches": ("patches[attn2_patch] by somebody",)}
 
@@ -96,9 +99,10 @@ def next_numbers() -> tuple[float, ...]:
     return float(torch.rand(())), random.random(), float(numpy.random.rand()), OWN.random()
 
 
-def test_checks_restore_the_random_generators_for_the_host() -> None:
-    """torch's, Python's, numpy's, and one of an extension (OWN). computed_twice() finds functions that compute
-    something else each time; prove() compares with the host."""
+def test_checks_restore_the_random_generators_before_the_host_runs() -> None:
+    """The generators of torch, Python, NumPy, and an extension (OWN). computed_twice() calls functions of extensions
+    twice and returns None if their results differ; prove() compares our output with the host's. After both, the
+    generators give the numbers that they would have given before."""
     def compute() -> Tensor:
         return torch.randn(8) + random.random() + numpy.random.rand()
 
@@ -121,7 +125,7 @@ def test_checks_restore_the_random_generators_for_the_host() -> None:
 
 
 def counting(counter: Any) -> Callable[[], int]:
-    """As Regional Prompter's forwards: a closure over the object that counts."""
+    """A forward as Regional Prompter's: a closure over an object that counts its calls."""
 
     def forward() -> int:
         counter.count += 1
@@ -135,10 +139,12 @@ def counting(counter: Any) -> Callable[[], int]:
     (__name__, True), (f"{__name__}.more", True), ("rp.py", True),
     ("somebody_else", False),
 ])
-def test_a_check_sets_back_the_numbers_that_an_extension_counts_in_its_own_objects(
+def test_a_check_sets_back_the_counters_that_an_extension_has_in_its_own_objects(
     module: str, is_set_back: bool
 ) -> None:
-    """So that a check does not count as a call. Objects of other modules, and what is no number, stay."""
+    """The extension's function, of this test's module, counts its calls in an object, and must not count a check.
+    module: the module of the object's class. is_set_back: whether it belongs to the extension. Attributes that are not
+    numbers are not set back."""
     counter = type("Counter", (), {"__module__": module})()
     counter.count = 0
     counter.name = "kept"
@@ -165,15 +171,17 @@ class Recalled(History):
 @pytest.mark.parametrize(("recalled", "state", "patches", "is_warm_up", "is_compared"), [
     (False, State.COLD, False, False, True), (True, State.COLD, False, False, False),
     (True, State.PROVED, False, True, False),
-    # A shape that was proved with noise alone, or that is COLD, is compared in a call of an image.
+    # PROVED without a verdict in the history: compared with noise in a warm-up only, and so once more in an image.
     (False, State.PROVED, False, False, True), (False, State.COLD, False, True, True),
     # Functions of other extensions may compute something else each time.
     (True, State.PROVED, True, False, True), (True, State.PROVED, True, True, True),
 ])
-def test_an_output_is_compared_unless_the_history_or_the_entry_has_a_verdict_that_holds(
+def test_an_output_is_compared_with_the_host_unless_the_history_has_a_verdict_on_it(
     recalled: bool, state: State, patches: bool, is_warm_up: bool, is_compared: bool
 ) -> None:
-    """recalled: whether an earlier process has the verdict. Each case's reason is beside it."""
+    """recalled: whether the history has the verdict that our output is close to the host's. state: of the entry; PROVED
+    if an output was compared in this process. patches: whether functions of other extensions are called: such an output
+    is always compared. is_warm_up: whether the call is part of a warm-up, not of an image."""
     entry = an_entry(**(PATCHED if patches else {}))
     calls = []
     entry.state = state
@@ -192,7 +200,8 @@ def test_an_output_is_compared_unless_the_history_or_the_entry_has_a_verdict_tha
 def test_a_host_whose_output_needs_no_check_is_timed_only_in_a_warm_up(
     is_warm_up: bool, times_host: bool, is_settled: bool, is_timed: bool
 ) -> None:
-    """Where nobody waits for it, unless its time is settled or not wanted."""
+    """The history has the verdict, so that no check is needed. Timing the host would delay an image. times_host:
+    whether the time is wanted. is_settled: whether it is known from an earlier process."""
     entry = an_entry()
     calls = []
     if is_settled:
@@ -207,7 +216,8 @@ def test_a_host_whose_output_needs_no_check_is_timed_only_in_a_warm_up(
     assert (entry.host.settled_ms is not None) == (is_timed or is_settled)
 
 
-def test_where_the_hosts_output_is_not_finite_ours_is_used_if_it_is_finite() -> None:
+def test_if_the_host_output_is_not_finite_ours_is_used_if_it_is_finite() -> None:
+    """If neither is finite, the check refuses our output."""
     black = lambda: torch.full((8,), float("nan"))  # noqa: E731
     entry = an_entry()
     prove(entry, torch.ones(8), History(), black, None, False)

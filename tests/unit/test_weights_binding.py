@@ -1,4 +1,5 @@
-"""Binding: weights are fused by view, nothing is copied twice, and everything is restored."""
+"""Binding a network's weights to our forward: the host's parameters become views of fused tensors, so that no weight is
+stored twice; unbinding makes them ordinary parameters again."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -34,6 +35,7 @@ def values(unet: nn.Module) -> dict[str, Tensor]:
 
 
 def same(before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:
+    """Whether two results of values() are equal to the bit."""
     return before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -42,9 +44,9 @@ def addresses_of(binding: Binding) -> list[int]:
 
 
 @EVERY_UNET
-def test_binding_takes_no_more_memory_and_unbinding_restores_ordinary_parameters(build: Callable) -> None:
-    """bind() returns the bytes that it copied: those of fused layers once, none at a second time. Values keep their
-    bits."""
+def test_binding_needs_no_more_memory_and_unbinding_restores_ordinary_parameters(build: Callable) -> None:
+    """bind() returns the number of bytes that it copied: of the fused layers' weights at the first time, 0 at the
+    second. No bit of a weight changes."""
     unet = build()
     size = storage_bytes(unet)
     objects = dict(unet.named_parameters())
@@ -71,8 +73,8 @@ def test_binding_takes_no_more_memory_and_unbinding_restores_ordinary_parameters
 
 
 def test_binding_never_writes_into_a_storage_that_the_host_may_keep() -> None:
-    """backup: what a host keeps of a weight before a LoRA is merged, a view of its memory; of before and after the
-    binding."""
+    """Before it merges a LoRA, a host keeps the original weight by a view of its memory. Here it keeps such views from
+    before and after the first bind(), then sets a merged weight, which is bound. Neither view changes."""
     unet = diffusers_unet()
     layer = unet.mid_block.attentions[0].transformer_blocks[0].attn2.to_k
     backup = layer.weight.detach()
@@ -92,7 +94,8 @@ def test_binding_never_writes_into_a_storage_that_the_host_may_keep() -> None:
 def test_a_unet_made_or_called_in_inference_mode_is_served_and_restored(
     create_in_inference_mode: bool, call_in_inference_mode: bool
 ) -> None:
-    """torch forbids some edits and views of such parameters outside of inference mode."""
+    """torch forbids some edits and views of parameters that were made in inference mode. After uncompile_unet(), the
+    values and each parameter's mode are as before."""
     with torch.inference_mode(create_in_inference_mode):
         unet = diffusers_unet(**SDXL)
     before = values(unet)
@@ -109,8 +112,9 @@ def test_a_unet_made_or_called_in_inference_mode_is_served_and_restored(
     assert all(parameter.is_inference() == create_in_inference_mode for parameter in unet.parameters())
 
 
-def test_parameters_made_in_inference_mode_and_moved_outside_of_it_are_served() -> None:
-    """As a host that moves a model, by double() and float()."""
+def test_a_unet_made_in_inference_mode_and_moved_outside_of_it_is_served() -> None:
+    """A host moves a model between devices outside of inference mode; here double() and float() replace the parameters'
+    data. The output is compared with that from before."""
     with torch.inference_mode():
         unet = diffusers_unet(**SDXL)
     call = a_call(unet)
@@ -126,7 +130,7 @@ def test_parameters_made_in_inference_mode_and_moved_outside_of_it_are_served() 
 
 
 def test_a_unet_with_a_lora_merged_in_inference_mode_is_served() -> None:
-    """A part of its parameters then is of inference mode, and stays so."""
+    """Only the merged weights were made in inference mode. Each parameter keeps its mode."""
     unet = diffusers_unet(**SDXL)
     call = a_call(unet)
     for name, layer in unet.named_modules():
@@ -152,6 +156,7 @@ def test_a_unet_with_a_lora_merged_in_inference_mode_is_served() -> None:
      "mid_block.resnets.0.conv1 is stored as float8_e4m3fn"),
 ], ids=["mixed", "partly meta", "meta", "float8"])
 def test_unsupported_weights_are_refused_in_one_line_and_left_alone(spoil: Callable, reason: str) -> None:
+    """spoil: makes a weight of the UNet unsupported. reason: the text of the Refusal that bind() raises, a pattern."""
     unet = diffusers_unet()
     spoil(unet)
     binding = Binding(unet, FAMILIES.read(unet))
@@ -163,7 +168,8 @@ def test_unsupported_weights_are_refused_in_one_line_and_left_alone(spoil: Calla
 
 
 def test_float8_weights_are_bound_if_the_host_casts_them_unless_fused_layers_differ() -> None:
-    """cast_to: the dtype to which the host casts each weight when it uses it."""
+    """cast_to: the dtype to which the host casts each weight at each use; by default it casts none. Layers that are
+    fused must be stored in one dtype."""
     unet = diffusers_unet()
     for layer in unet.modules():
         if isinstance(layer, (nn.Linear, nn.Conv2d)):
@@ -182,7 +188,8 @@ def test_float8_weights_are_bound_if_the_host_casts_them_unless_fused_layers_dif
 
 
 def test_a_bound_unet_is_saved_and_loaded_like_any_other(tmp_path: Path) -> None:
-    """By safetensors, torch.save and diffusers: with the same values, and without the fused memory twice."""
+    """By safetensors, torch.save and diffusers. The values are the same, and the file of torch.save has no weight
+    twice."""
     from diffusers import UNet2DConditionModel
     from safetensors.torch import load_file, save_file
 
@@ -201,7 +208,8 @@ def test_a_bound_unet_is_saved_and_loaded_like_any_other(tmp_path: Path) -> None
 
 
 def test_unbinding_on_a_full_gpu_restores_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """copy_of: the copy that it would make on the GPU, which raises here."""
+    """unbind() copies each weight out of the fused memory by copy_of(), which here raises OutOfMemoryError each time.
+    It must then do without more GPU memory."""
     unet = diffusers_unet(**SDXL)
     before = values(unet)
     binding = Binding(unet, FAMILIES.read(unet))
@@ -221,7 +229,7 @@ def test_unbinding_on_a_full_gpu_restores_the_values(monkeypatch: pytest.MonkeyP
 
 
 class Louder(TorchDispatchMode):
-    """torch's copying operators, with results multiplied by 1.1."""
+    """A dispatch mode that multiplies the result of aten.clone by 1.1."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
@@ -229,10 +237,12 @@ class Louder(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["contiguous", "clone", "copy_", "detach", "split", "cpu", "to", "a mode"])
-def test_binding_keeps_every_bit_under_other_extensions_replacements_of_torchs_functions(
+def test_binding_keeps_every_bit_if_an_extension_has_replaced_a_function_of_torch(
     monkeypatch: pytest.MonkeyPatch, name: str,
 ) -> None:
-    """Here each multiplies its results by 1.1. A wrong weight would stay wrong."""
+    """name: the method of Tensor that an extension has replaced by one whose results are multiplied by 1.1; "a mode":
+    see Louder. Binding to channels-last memory and unbinding must not use it, because a wrong weight would stay
+    wrong."""
     unet = diffusers_unet(**SD1)
     before = values(unet)
     binding = Binding(unet, FAMILIES.read(unet))
@@ -249,8 +259,8 @@ def test_binding_keeps_every_bit_under_other_extensions_replacements_of_torchs_f
         with around:
             binding.bind(channels_last=True)
     assert same(before, values(unet))
-    lies = [one for one in unet.parameters() if one.dim() == 4 and one.shape[-1] > 1]
-    assert lies and all(one.is_contiguous(memory_format=torch.channels_last) for one in lies)
+    kernels = [one for one in unet.parameters() if one.dim() == 4 and one.shape[-1] > 1]
+    assert kernels and all(one.is_contiguous(memory_format=torch.channels_last) for one in kernels)
     with monkeypatch.context() as patch:
         if name != "a mode":
             patch.setattr(Tensor, name, louder)
@@ -259,8 +269,8 @@ def test_binding_keeps_every_bit_under_other_extensions_replacements_of_torchs_f
     assert same(before, values(unet))
 
 
-def test_only_convolutions_that_a_binding_made_channels_last_are_made_contiguous_again() -> None:
-    """The others were channels last before."""
+def test_only_weights_that_a_binding_made_channels_last_are_made_contiguous_again() -> None:
+    """Every second convolution's weight is channels-last before the binding, and stays so."""
     unet = diffusers_unet(**SD1)
     convolutions = [one for one in unet.parameters() if one.dim() == 4 and one.shape[-1] > 1]
     theirs = convolutions[::2]
