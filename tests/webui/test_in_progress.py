@@ -1,4 +1,4 @@
-"""While an image is made: live preview, interrupt and skip."""
+"""Live previews, interrupt and skip while the WebUI makes an image with OneDiff on."""
 from __future__ import annotations
 
 import threading
@@ -15,7 +15,7 @@ LONG = {**PICTURE, "width": 128, "height": 128, "sampler_name": "Euler"}
 
 
 class InBackground:
-    """A generation in a thread of its own."""
+    """A generation that is requested over the API in another thread."""
 
     def __init__(self, webui: WebUI, request: dict[str, Any]) -> None:
         self.webui = webui
@@ -40,15 +40,16 @@ class InBackground:
 
 
 def long_run(webui: WebUI, **changes: Any) -> dict[str, Any]:
-    """A request with the extension on that takes some seconds on the WebUI under test."""
+    """A request with OneDiff on that takes some seconds on the WebUI under test. changes: other parameters of it."""
     steps = 12 if webui.kind == "forge" else 100
     return {**LONG, "steps": steps, **one_run(enabled=True), **changes}
 
 
-def test_an_interrupted_image_is_delivered_as_far_as_it_was_made_and_the_next_is_whole(
+def test_an_interrupted_generation_returns_an_image_and_the_next_image_is_as_before(
     webui: WebUI, sd15: Models
 ) -> None:
-    """The progress is between 0 and 1 before, and 0 afterwards."""
+    """OneDiff serves every call before the interrupt. The reported progress is between 0 and 1 before it, and 0 after
+    it. The next image equals the one from before."""
     plain = run_on(webui, {})
     before = webui.calls()
     request = long_run(webui)
@@ -67,8 +68,9 @@ def test_an_interrupted_image_is_delivered_as_far_as_it_was_made_and_the_next_is
     assert_same_on_and_off(webui, {"width": 72, "height": 88, "n_iter": 2})
 
 
-def test_an_image_after_a_skipped_one_is_as_without_the_skip(webui: WebUI, sd15: Models) -> None:
-    """The first of two images is skipped."""
+def test_an_image_after_a_skipped_one_is_the_same_as_without_the_skip(webui: WebUI, sd15: Models) -> None:
+    """The first of two images is skipped, OneDiff serves every call, and no pixel of the second one differs by more
+    than 1 of 255 from its image in a request without a skip."""
     need(webui, "skip")
     request = long_run(webui, n_iter=2)
     whole = webui.make(request)
@@ -89,6 +91,8 @@ def test_an_image_after_a_skipped_one_is_as_without_the_skip(webui: WebUI, sd15:
 
 @pytest.mark.parametrize("method", ["Approx cheap", "Full"])
 def test_live_previews_change_no_image(webui: WebUI, sd15: Models, method: str) -> None:
+    """No pixel differs by more than 1 of 255 from the image without previews. method: how the preview is made from the
+    latent; Full decodes it by the VAE."""
     need(webui, "live preview")
     request = long_run(webui)
     quiet = webui.make(request)

@@ -1,4 +1,5 @@
-"""Who can use the demo through gradio or the API: no page of another site, no other name, nobody without an account."""
+"""Which requests the demo refuses, in gradio's routes and in the API: those from pages of other sites, those under
+another host name, and those without a login. And uploads or requests that would harm other users."""
 from __future__ import annotations
 
 import contextlib
@@ -22,7 +23,7 @@ SILENT = 300
 
 @pytest.fixture
 def site() -> Iterator[Any]:
-    """Another server on this machine, whose pages are all empty. asked: the paths that it was asked for."""
+    """Another HTTP server on this machine, with an empty page at every path. asked: the paths of all requests to it."""
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -44,7 +45,8 @@ def site() -> Iterator[Any]:
 
 
 def event_of_page(url: str, elem_id: str, **values: Any) -> dict[str, Any]:
-    """The body of the request that a click on a button sends, with other values for the inputs named by their ids."""
+    """The body of the request that a click on a button of the page sends. elem_id: of the button. values: of the
+    event's inputs, by their elem_id; the others have their initial values."""
     config = requests.get(f"{url}/config", timeout=60).json()
     props = {component["id"]: component["props"] for component in config["components"]}
     button = next(number for number, own in props.items() if own.get("elem_id") == elem_id)
@@ -54,14 +56,15 @@ def event_of_page(url: str, elem_id: str, **values: Any) -> dict[str, Any]:
 
 
 def wait_for_event(url: str, session: str) -> str:
-    """The text of the page's event stream, once it has answered everything that a session has asked for."""
+    """Wait until all events of a session are processed. Returns the text of its event stream."""
     place = f"{url}/gradio_api/queue/data"
     with requests.get(place, params={"session_hash": session}, stream=True, timeout=60) as stream:
         return "\n".join(line.decode() for line in stream.iter_lines() if line)
 
 
 def answer_to_head(url: str, head: str, body: bytes = b"") -> str:
-    """A server's answer to a request of which it has received no more of the body than this."""
+    """The server's answer to a request of which it has received the headers (head and more), and only this part of the
+    body."""
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(f"{head}\r\nHost: {host}\r\nContent-Type: application/json\r\n\r\n".encode() + body)
@@ -69,7 +72,8 @@ def answer_to_head(url: str, head: str, body: bytes = b"") -> str:
 
 
 def test_an_uploaded_page_is_downloaded_and_not_shown(standalone: WebUI) -> None:
-    """A page or an SVG image of the demo's address could use it in the name of whoever opens it."""
+    """The scripts of an HTML page or an SVG image at the demo's address could make requests in the name of the user who
+    opens it."""
     page = b"<title>mine</title><script>document.title = 'taken'</script>"
     for name, kind in (("page.html", "text/html"), ("image.svg", "image/svg+xml"), ("page.xhtml", "text/html")):
         sent = requests.post(f"{standalone.url}/gradio_api/upload", files={"files": (name, page, kind)}, timeout=60)
@@ -80,9 +84,9 @@ def test_an_uploaded_page_is_downloaded_and_not_shown(standalone: WebUI) -> None
         assert answer.headers["content-security-policy"].startswith("sandbox")
 
 
-def test_an_address_in_the_place_of_a_file_is_not_fetched(standalone: WebUI, site: Any) -> None:
-    """Otherwise anybody could have the demo's machine fetch addresses of its own network. site: the server that must
-    not be asked."""
+def test_a_url_in_the_place_of_a_file_is_not_fetched(standalone: WebUI, site: Any) -> None:
+    """A request has a URL where gradio expects the path of a file. If the demo fetched it, any user could reach servers
+    in the demo's network. site: such a server, which must get no request."""
     image = {"path": f"{site.url}/secret.png", "meta": {"_type": "gradio.FileData"}}
     body = event_of_page(standalone.url, "txt2img_generate", txt2img_prompt=image)
     with HostProcess.running("--port", "0") as host:
@@ -95,12 +99,14 @@ def test_an_address_in_the_place_of_a_file_is_not_fetched(standalone: WebUI, sit
     assert site.asked == []
 
 
-# Which headers are whose is unit-tested; these are every door of a standalone host. The second is a sandboxed frame's,
-# the last one that of a page whose name leads to this server once it is loaded.
+# Unit tests have more headers; this test has all kinds of routes. "null" is the origin of a sandboxed frame. The last
+# case is DNS rebinding: a page whose host name leads to this server once it is loaded.
 @pytest.mark.parametrize("headers", [
     {"Origin": "https://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}, {"Host": "evil.example"},
 ], ids=str)
 def test_no_route_answers_another_site(standalone: WebUI, headers: dict[str, str]) -> None:
+    """headers: those by which a browser shows that the request comes from another site. The status is 403, and no
+    header allows the other site to read the answer. A large body is refused without being read."""
     for path in ("/", "/config", "/gradio_api/queue/data?session_hash=x", "/gradio_api/file=/etc/hostname",
                  "/openapi.json", "/logout", "/sdapi/v1/options", "/onediff/v1/status"):
         answer = requests.get(standalone.url + path, headers=headers, timeout=60)
@@ -113,7 +119,8 @@ def test_no_route_answers_another_site(standalone: WebUI, headers: dict[str, str
         assert refusal.startswith(("HTTP/1.1 413", "HTTP/1.1 403")), "a large body is not read"
 
 
-def test_a_link_on_another_sites_page_may_open_the_page_and_nothing_else(standalone: WebUI) -> None:
+def test_a_link_on_another_site_may_open_the_page_and_nothing_else(standalone: WebUI) -> None:
+    """Not another route, and not the page in a frame."""
     link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
     assert requests.get(f"{standalone.url}/?__theme=dark", headers=link, timeout=60).status_code == 200
     for path, changed in (("/logout", {}), ("/config", {}), ("/", {"Sec-Fetch-Dest": "iframe"})):
@@ -125,7 +132,7 @@ def test_a_link_on_another_sites_page_may_open_the_page_and_nothing_else(standal
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a demo with accounts that other machines can reach."""
+    """The address of a demo that other machines can reach, with the accounts ann and bob."""
     flags = ("--host", "0.0.0.0", "--gradio-auth", "ann:one,bob:two:parts", "--allowed-hosts", "my.box.lan")
     with HostProcess.running("--port", "0", "--data-dir", str(tmp_path_factory.mktemp("data")), *flags) as host:
         yield host.url().replace("localhost", "127.0.0.1")
@@ -139,6 +146,7 @@ def logged_in(url: str, user: str, password: str, headers: dict[str, str] | None
 
 
 def test_a_user_logs_in_on_the_page(browser: Any, guarded: str) -> None:
+    """The user's password contains a colon."""
     browser.driver.get(guarded)
     fields = browser.wait(lambda: browser.driver.find_elements("css selector", "input, textarea"), "the login form", 60)
     for field, value in zip(fields, ("bob", "two:parts"), strict=True):
@@ -148,8 +156,9 @@ def test_a_user_logs_in_on_the_page(browser: Any, guarded: str) -> None:
     browser.driver.delete_all_cookies()
 
 
-def test_the_demo_answers_only_under_its_own_names(guarded: str) -> None:
-    """Otherwise a page whose name leads to this machine could use it. my.box.lan is in --allowed-hosts."""
+def test_the_demo_answers_only_under_its_own_host_names(guarded: str) -> None:
+    """Other names are refused, because a page whose host name leads to this machine could otherwise use the demo (DNS
+    rebinding). my.box.lan is in --allowed-hosts. An origin with another name is refused even after a login."""
     for name in ("my.box.lan", "127.0.0.1"):
         own, foreign = ({"Host": name, "Origin": f"http://{origin}"} for origin in (name, "evil.example"))
         session = logged_in(guarded, "ann", "one", own)
@@ -160,7 +169,8 @@ def test_the_demo_answers_only_under_its_own_names(guarded: str) -> None:
 
 
 def test_no_large_body_is_read_before_the_login(guarded: str) -> None:
-    """Neither one with its length in the head nor one in chunks."""
+    """Neither one with a Content-Length nor a chunked one. The server answers after the headers, or after two
+    chunks."""
     head = "POST /sdapi/v1/txt2img HTTP/1.1\r\n"
     assert answer_to_head(guarded, f"{head}Content-Length: 100000").startswith("HTTP/1.1 413")
     part = b"f000\r\n" + b" " * 0xF000 + b"\r\n"
@@ -168,7 +178,8 @@ def test_no_large_body_is_read_before_the_login(guarded: str) -> None:
     assert answer.startswith(("HTTP/1.1 413", "HTTP/1.1 401"))
 
 
-def test_wrong_passwords_of_one_account_delay_no_other_account(guarded: str) -> None:
+def test_wrong_passwords_for_one_account_delay_no_other_account(guarded: str) -> None:
+    """After several wrong passwords for eve, the next attempt gets status 429. ann and bob can still log in."""
     def try_one(name: str, password: str) -> requests.Response:
         return requests.post(f"{guarded}/login", data={"username": name, "password": password}, timeout=60)
 
@@ -180,12 +191,13 @@ def test_wrong_passwords_of_one_account_delay_no_other_account(guarded: str) -> 
 
 
 def test_the_refusal_without_a_login_names_no_option_that_the_demo_lacks(guarded: str) -> None:
-    """A WebUI's own message names --api-auth, which the demo does not have."""
+    """In other WebUIs, the refusal names the option --api-auth, which the demo does not have."""
     answer = requests.get(f"{guarded}/onediff/v1/status", timeout=60)
     assert answer.status_code == 401 and "--api-auth" not in answer.text
 
 
 def test_300_silent_connections_do_not_block_a_request(standalone: WebUI) -> None:
+    """The connections send nothing. Requests are answered while they are open, and after they are closed."""
     host, port = standalone.url.removeprefix("http://").split(":")
     with contextlib.ExitStack() as stack:
         for _ in range(SILENT):
@@ -195,6 +207,7 @@ def test_300_silent_connections_do_not_block_a_request(standalone: WebUI) -> Non
 
 
 def test_a_demo_that_other_machines_can_reach_requires_the_password_that_it_prints(tmp_path: Path) -> None:
+    """Without --gradio-auth, the demo makes a password for the user onediff."""
     with HostProcess.running("--port", "0", "--host", "0.0.0.0", "--data-dir", str(tmp_path)) as host:
         url = host.url()
         password = re.search(r"password (\S+)\.", host.output)[1]

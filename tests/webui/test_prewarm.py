@@ -1,4 +1,5 @@
-"""Pre-warming over the REST API: it makes ready what the next image needs, and no image waits for it."""
+"""Pre-warming over the REST API: it prepares the calls that the next image at a size needs. An image that is requested
+meanwhile waits for one size at most."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
@@ -24,25 +25,25 @@ CALLS_OF_A_JOB = 9  # At most: three for each kind of call that a WebUI makes at
 
 
 class Prewarm:
-    """The queue of one WebUI."""
+    """The pre-warm jobs of one WebUI, over the API."""
 
     def __init__(self, webui: WebUI) -> None:
         self.webui = webui
 
     def ask(self, sizes: str, **more: Any) -> list[Job]:
-        """Queue these sizes; returns their jobs."""
+        """Request a pre-warm of these sizes. more: other fields of the request. Returns their jobs."""
         answer = self.webui.post("/onediff/v1/prewarm", {"sizes": sizes, **more})
         assert answer.status_code == 202, answer.text
         return answer.json()["jobs"]
 
     def jobs(self, asked: Iterable[Job] | None = None) -> list[Job]:
-        """The current state of all jobs in the queue, or of these."""
+        """The current state of all jobs, or of those in asked."""
         jobs = self.webui.get("/onediff/v1/jobs")["jobs"]
         wanted = None if asked is None else {job["id"] for job in asked}
         return [job for job in jobs if wanted is None or job["id"] in wanted]
 
     def wait(self, asked: Iterable[Job], look: Callable[[list[Job]], bool]) -> list[Job]:
-        """Wait until the jobs fulfil a condition; returns them."""
+        """Wait until look() of the jobs' current states is true. Returns these states."""
         asked = list(asked)
         jobs: list[Job] = []
 
@@ -54,12 +55,12 @@ class Prewarm:
         return jobs
 
     def finish(self, asked: Iterable[Job]) -> list[Job]:
-        """Wait until all of these jobs are over; returns them."""
+        """Wait until all of these jobs are over. Returns their states."""
         return self.wait(asked, lambda jobs: not any(job["state"] in PENDING for job in jobs))
 
     def shapes(self, resolution: str) -> dict[tuple[int, int], dict[str, Any]]:
-        """The shapes of a resolution in the status, by the number of latents and tokens; a decode of the VAE has 0
-        tokens."""
+        """The shapes that OneDiff has prepared at a resolution, by (number of latents, tokens). A decode of the VAE has
+        0 tokens."""
         rows = self.webui.get("/onediff/v1/shapes")["rows"]
         return {
             (shape["batch"], shape["tokens"]): shape
@@ -83,13 +84,15 @@ def prewarm(webui: WebUI, sd15: Models) -> Iterator[Prewarm]:
 
 
 def grown(webui: WebUI, before: dict[str, int]) -> dict[str, int]:
+    """The number of UNet calls by each route since `before`."""
     now = webui.calls()
     return {route: count - before[route] for route, count in now.items()}
 
 
-def picture_by_ready_entries(prewarm: Prewarm, **changes: Any) -> None:
-    """Make an image and assert that its UNet calls and its decode needed nothing that was not ready, and that none was
-    compared with the WebUI's."""
+def image_by_prepared_shapes(prewarm: Prewarm, **changes: Any) -> None:
+    """Make an image, and assert that it used only shapes that were prepared before it, for its UNet calls and its
+    decode, that OneDiff served every UNet call, and that the WebUI's own forward was not timed again. changes: other
+    parameters of the request."""
     request = {**PICTURE, **changes}
     resolution = f"{request['width']}x{request['height']}"
     before = prewarm.shapes(resolution)
@@ -107,8 +110,8 @@ def picture_by_ready_entries(prewarm: Prewarm, **changes: Any) -> None:
         assert after[kind]["host_ms"] == before[kind]["host_ms"] is not None, kind
 
 
-def test_an_image_at_a_pre_warmed_size_needs_nothing_that_is_not_ready(prewarm: Prewarm) -> None:
-    """See picture_by_ready_entries()."""
+def test_an_image_at_a_pre_warmed_size_uses_only_prepared_shapes(prewarm: Prewarm) -> None:
+    """The jobs' UNet calls are all served by OneDiff. For the images, see image_by_prepared_shapes()."""
     resolutions = ("96x64", "64x96", "88x72")
     prewarm.forget(*resolutions)
     before = prewarm.webui.calls()
@@ -119,24 +122,27 @@ def test_an_image_at_a_pre_warmed_size_needs_nothing_that_is_not_ready(prewarm: 
     assert made["host"] == 0 and sum(made[route] for route in SERVED) == sum(job["done"] for job in jobs)
     for resolution in resolutions:
         width, height = map(int, resolution.split("x"))
-        picture_by_ready_entries(prewarm, width=width, height=height)
+        image_by_prepared_shapes(prewarm, width=width, height=height)
 
 
 def test_a_batch_and_a_long_prompt_are_pre_warmed(prewarm: Prewarm) -> None:
+    """"x2": a batch of two images. tokens: the length of a prompt of two pieces of 77 tokens. See
+    image_by_prepared_shapes()."""
     prewarm.forget("72x64")
     batch, long = prewarm.finish([*prewarm.ask("72x64 x2"), *prewarm.ask("72x64", tokens=154)])
     assert (batch["state"], long["state"], long["tokens"]) == ("done", "done", 154)
     assert {(4, 77), (2, 154)} & set(prewarm.shapes("72x64"))
-    picture_by_ready_entries(prewarm, width=72, height=64, batch_size=2)
+    image_by_prepared_shapes(prewarm, width=72, height=64, batch_size=2)
     if not prewarm.webui.is_standalone:
-        picture_by_ready_entries(prewarm, width=72, height=64, prompt=LONG, negative_prompt="blurry")
+        image_by_prepared_shapes(prewarm, width=72, height=64, prompt=LONG, negative_prompt="blurry")
 
 
 @pytest.mark.parametrize("option, value", [("batch_cond_uncond", False), ("pad_cond_uncond", True)])
-def test_a_pre_warm_makes_the_kinds_of_calls_that_the_hosts_batching_options_cause(
+def test_a_pre_warm_prepares_the_calls_that_the_batching_options_of_the_webui_cause(
     prewarm: Prewarm, option: str, value: bool
 ) -> None:
-    """option: whether prompt and negative prompt go into one call, or are padded to one length."""
+    """batch_cond_uncond: whether prompt and negative prompt are computed in one UNet call. pad_cond_uncond: whether
+    they are padded to one length. See image_by_prepared_shapes()."""
     webui = prewarm.webui
     if option not in webui.get("/sdapi/v1/options"):
         pytest.skip(f"this host has no option {option}")
@@ -144,12 +150,13 @@ def test_a_pre_warm_makes_the_kinds_of_calls_that_the_hosts_batching_options_cau
         prewarm.forget("64x80")
         prewarm.finish(prewarm.ask("64x80", tokens=154))
         assert (2, 154) in prewarm.shapes("64x80") or option == "batch_cond_uncond"
-        picture_by_ready_entries(prewarm, width=64, height=80, prompt=LONG, negative_prompt="blurry")
-        picture_by_ready_entries(prewarm, width=64, height=80, prompt=LONG, negative_prompt=LONG)
+        image_by_prepared_shapes(prewarm, width=64, height=80, prompt=LONG, negative_prompt="blurry")
+        image_by_prepared_shapes(prewarm, width=64, height=80, prompt=LONG, negative_prompt=LONG)
 
 
-def test_an_image_during_a_pre_warm_waits_for_one_size_at_most_and_is_the_same(prewarm: Prewarm) -> None:
-    """An image waits for one call of the job at most, and no pixel of it differs."""
+def test_an_image_during_a_pre_warm_waits_for_one_size_at_most_and_equals_one_without_it(prewarm: Prewarm) -> None:
+    """20 sizes are queued. From the image's request to its end, at most as many calls are made for them as one size
+    needs (CALLS_OF_A_JOB). The image equals the one without a pre-warm."""
     webui = prewarm.webui
     webui.txt2img(seed=3)
     alone = webui.txt2img(seed=3)
@@ -165,8 +172,9 @@ def test_an_image_during_a_pre_warm_waits_for_one_size_at_most_and_is_the_same(p
 # --- at the start of a process ----------------------------------------------------------------------------------------
 
 
-def test_the_most_used_sizes_of_earlier_processes_are_pre_warmed_at_the_start(tmp_path: Path) -> None:
-    """Rows and pins outlive a process too."""
+def test_the_most_used_sizes_of_an_earlier_process_are_pre_warmed_at_the_start(tmp_path: Path) -> None:
+    """The first process makes images at three sizes, pins the least used one, and sets the option "most used 2". The
+    next one pre-warms the two most used sizes, and still has the third size and its pin."""
     with HostProcess.running("--port", "0", "--data-dir", str(tmp_path)) as host:
         webui = WebUI(host.url())
         for width, steps in ((64, 3), (72, 20), (80, 10)):

@@ -1,5 +1,5 @@
-"""Draws the screenshots in .readme, with `install.py --test --pictures` alone: those of the demo, so emoji-sd on a CPU,
-or with `--webui URL` those of that WebUI."""
+"""Draws the screenshots in .readme, only with `install.py --test --pictures`: those of the demo with its model emoji-sd
+on a CPU, or, with `--webui URL`, the one of that WebUI."""
 from __future__ import annotations
 
 import base64
@@ -21,6 +21,7 @@ DRAWN = "demo", "accordion", "cache", "compare", "settings"
 
 @pytest.fixture
 def page(request: pytest.FixtureRequest, browser: Any, standalone: WebUI) -> Any:
+    """The demo's page, after two images of each of two sizes, whose measurements the screenshots show."""
     if not request.config.getoption("--pictures"):
         pytest.skip("drawn with --pictures")
     for width, height in SIZES:
@@ -33,7 +34,8 @@ def page(request: pytest.FixtureRequest, browser: Any, standalone: WebUI) -> Any
 
 
 def draw(page: Any, selector: str, name: str, last: str = "") -> None:
-    """Write a picture of an element, or of all elements from it to another one, to the documentation's folder."""
+    """Write a screenshot of an element, or of all elements from it to `last`, to the folder .readme. selector, last:
+    CSS selectors. name: of the file."""
     page.find(selector)
     time.sleep(1)
     box = page.run("""
@@ -50,7 +52,7 @@ def draw(page: Any, selector: str, name: str, last: str = "") -> None:
 
 
 def test_the_screenshot_of_a_webui_is_drawn(request: pytest.FixtureRequest, browser: Any, webui: WebUI) -> None:
-    """With --webui, draws txt2img of that WebUI. The machine needs a font with emoji."""
+    """The tab txt2img of the WebUI given by --webui. The machine needs a font with emoji."""
     if not request.config.getoption("--pictures") or webui.is_standalone:
         pytest.skip("drawn with --pictures and --webui")
     browser.size_page(WIDTH, 4000)
@@ -68,7 +70,7 @@ def test_the_screenshot_of_a_webui_is_drawn(request: pytest.FixtureRequest, brow
 
 
 def test_the_screenshots_of_the_demo_are_drawn(page: Any, webui: WebUI) -> None:
-    """The accordion, the pages Cache and Compare, and the settings."""
+    """All tabs, the accordion, the pages Cache and Compare, and the settings."""
     page.type("#txt2img_prompt textarea", "an owl and a rocket on a blue background")
     page.open_accordion("onediff_txt2img_accordion")
     choose_preset(page, "txt2img", "Balanced")

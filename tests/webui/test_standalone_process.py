@@ -1,4 +1,4 @@
-"""The demo as a process: its command line, the inputs that it refuses at the start, and its end at any moment."""
+"""The demo as a process: its command line, the arguments that it refuses at the start, and its end by a signal."""
 from __future__ import annotations
 
 import shutil
@@ -25,6 +25,7 @@ SECONDS = 120
 
 
 def assert_one_sentence(ended: Ended, *parts: str) -> None:
+    """Assert exit code 1, and an output of one sentence that contains these parts."""
     assert ended.returncode == 1, ended.output
     lines = [line for line in ended.output.splitlines() if line != "Loading the model ..."]
     assert len(lines) == 1 and lines[0].endswith("."), ended.output
@@ -33,7 +34,7 @@ def assert_one_sentence(ended: Ended, *parts: str) -> None:
 
 
 def test_wrong_arguments_and_models_end_the_demo_with_one_sentence(tmp_path: Path) -> None:
-    """test_standalone_models.py has the models that cannot be loaded."""
+    """Also a port that is in use. test_standalone_models.py tests model files that cannot be loaded."""
     model = tmp_path / "nothing.safetensors"
     assert_one_sentence(run_to_end("--port", "0", "--model", str(model)), "nothing.safetensors")
     assert_one_sentence(run_to_end("--port", "99999"), "99999")
@@ -46,7 +47,8 @@ def test_wrong_arguments_and_models_end_the_demo_with_one_sentence(tmp_path: Pat
 
 
 def test_a_model_folder_of_any_name_is_used_and_options_are_stored(browser: Any, tmp_path: Path) -> None:
-    """Started by the command line, as a user does; most tests use forks instead."""
+    """The folder's name is HTML, which the page shows as text. The demo is first started by the command line, as a user
+    does (most tests use forks), and prints two lines. An option that one process sets is stored for the next."""
     folder = tmp_path / "<img src=x onerror=document.title='taken'>"
     shutil.copytree(EMOJI_SD, folder)
     arguments = ("--port", "0", "--data-dir", str(tmp_path / "data"), "--model", str(folder))
@@ -68,9 +70,9 @@ def test_a_model_folder_of_any_name_is_used_and_options_are_stored(browser: Any,
     assert "Traceback" not in host.output
 
 
-def test_nan_weights_and_a_broken_extension_do_not_stop_the_host(tmp_path: Path) -> None:
-    """The demo starts even if scripts/onediff.py cannot be loaded, and names the part of a model that makes no
-    numbers."""
+def test_nan_weights_and_a_broken_extension_script_do_not_stop_the_demo(tmp_path: Path) -> None:
+    """scripts/onediff.py raises when it is loaded, and a weight of the UNet is NaN. The demo starts without the script.
+    An image request gets status 500 and a sentence that names the network; other requests are answered."""
     copy = tmp_path / "checkout"
     model = tmp_path / "damaged-model"
     shutil.copytree(ROOT / "lib_onediff", copy / "lib_onediff", ignore=shutil.ignore_patterns("__pycache__"))
@@ -102,7 +104,8 @@ def test_nan_weights_and_a_broken_extension_do_not_stop_the_host(tmp_path: Path)
 def host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[HostProcess]:
-    """A demo with its own folder for temporary files, started by its command line if the test's parameter says so."""
+    """A demo with its own folder for temporary files. The test's parameter: whether it is started by the command
+    line."""
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     from_nothing = getattr(request, "param", False)
@@ -112,7 +115,8 @@ def host(
 
 
 def end(host: HostProcess, number: int, folder: Path) -> None:
-    """End the demo. Fails if it goes on running or leaves files behind."""
+    """End the demo by this signal. Asserts that it ends with exit code 0, without an error in its output, and leaves no
+    temporary files of its page."""
     host.process.send_signal(number)
     try:
         exit_code = host.process.wait(30)
@@ -127,7 +131,8 @@ def end(host: HostProcess, number: int, folder: Path) -> None:
 def test_a_signal_ends_the_demo_in_the_middle_of_images_streams_and_waiting_requests(
     browser: Any, host: HostProcess, tmp_path: Path
 ) -> None:
-    """See end(): with exit code 0, no error in the output and no temporary files."""
+    """With images in progress, five open event streams, and a purge that waits for the images. For the conditions, see
+    end()."""
     url = host.url()
     browser.open(url)
     for name, value in {"steps": 150, "batch_count": 100}.items():
@@ -144,7 +149,8 @@ def test_a_signal_ends_the_demo_in_the_middle_of_images_streams_and_waiting_requ
 
 
 @pytest.mark.parametrize("host", [True], indirect=True, ids=["from nothing"])
-def test_ctrl_c_ends_the_demo_while_the_model_is_loaded(host: HostProcess, tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_demo_while_the_model_is_being_loaded(host: HostProcess, tmp_path: Path) -> None:
+    """The demo is started by the command line. For the conditions, see end()."""
     wait_until(lambda: any("Loading the model" in line for line in host.lines))
     end(host, signal.SIGINT, tmp_path)
 
