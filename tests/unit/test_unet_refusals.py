@@ -1,5 +1,5 @@
-"""UNets and calls that our forward does not compute, such as classes that an extension has patched, are refused with
-one line, and the result is the host's own, bit for bit."""
+"""Our forward refuses UNets and calls that it would not compute as the host does, such as those with classes that an
+extension has patched. The host computes them, and the reason is one line."""
 from __future__ import annotations
 
 import functools
@@ -75,7 +75,8 @@ def pad_by(unet: Any, mode: str) -> None:
 def test_a_unet_that_an_extension_has_changed_is_computed_by_the_host(
     change: Callable[[Any], object], reason: str
 ) -> None:
-    """Before the change, OneDiff computes it. The change shows in the output."""
+    """Before the change, OneDiff computes the UNet. Afterwards the output equals that of diffusers' own forward bit for
+    bit, and differs from the one before. reason: a regular expression."""
     unet = lib_onediff.compile_unet(diffusers_unet())
     call = a_call(unet)
     plain = served(unet, call)
@@ -101,6 +102,8 @@ def test_a_unet_that_an_extension_has_changed_is_computed_by_the_host(
 def test_inputs_that_do_not_fit_the_network_are_refused(
     config: dict[str, Any], change: Callable[[UNetCall], dict[str, Any]], reason: str
 ) -> None:
+    """The unchanged call is accepted. change: returns fields of the call with other values; y is the pooled prompt.
+    reason: a regular expression for the refusal."""
     unet = diffusers_unet(**config)
     layout, call = FAMILIES.read(unet), a_call(unet)
     family = FAMILIES.of(layout)
@@ -109,7 +112,9 @@ def test_inputs_that_do_not_fit_the_network_are_refused(
         family.refuse_call(layout, replace(call, **change(call)))
 
 
-def test_circular_padding_is_computed_by_us_and_can_be_switched_off() -> None:
+def test_our_forward_computes_circular_padding_until_it_is_switched_off() -> None:
+    """The convolutions pad with zeros, then circularly (the WebUI's "Tiling"), then with zeros. Each of our outputs is
+    close to the host's."""
     unet = lib_onediff.compile_unet(diffusers_unet())
     for seed, mode in enumerate(("zeros", "circular", "zeros")):
         pad_by(unet, mode)
@@ -119,8 +124,9 @@ def test_circular_padding_is_computed_by_us_and_can_be_switched_off() -> None:
 
 
 @pytest.mark.parametrize("lacking", [slice(1, 2), slice(None)], ids=["one block", "all blocks"])
-def test_a_residual_block_whose_first_convolution_has_no_bias_is_computed(lacking: slice) -> None:
-    """By us: fused biases must not assume that every block has one."""
+def test_our_forward_computes_residual_blocks_whose_first_convolution_has_no_bias(lacking: slice) -> None:
+    """Our output is close to the host's. Our forward fuses these biases with shifts, but some blocks may have none.
+    lacking: the blocks without a bias."""
     unet = diffusers_unet()
     convolutions = [module.conv1 for module in unet.modules() if type(module).__name__ == "ResnetBlock2D"]
     for convolution in convolutions:
@@ -133,10 +139,9 @@ def test_a_residual_block_whose_first_convolution_has_no_bias_is_computed(lackin
     assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
 
 
-def test_a_unet_with_an_extra_parameter_or_with_dropout_in_training_mode_is_left_to_the_host() -> None:
-    """Our forward would compute without them. Once the parameter is gone, OneDiff computes. A network is read again
-    when an attribute of its modules has changed; a parameter that no code uses is no such change, so the test sets an
-    attribute."""
+def test_the_host_computes_a_unet_with_an_unknown_parameter_or_with_dropout_in_training_mode() -> None:
+    """Our forward has neither. Once the parameter is removed, OneDiff computes the UNet. A new parameter that no code
+    uses is not found at the next call, as a changed attribute of a module is, so the test also sets an attribute."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL, dropout=0.5))
     for change, reason in (
         (lambda: unet.mid_block.register_parameter("strange", nn.Parameter(torch.zeros(3))),
@@ -163,6 +168,7 @@ def louder(original: Callable, disguised: bool) -> Callable:
     return functools.wraps(original)(patched) if disguised else patched
 
 
+# (module, class, method) of patches.
 PLACES = [
     ("diffusers.models.attention_processor", "Attention", "forward"), ("torch.nn", "Linear", "forward"),
     ("diffusers.models.attention_processor", "AttnProcessor2_0", "__call__"),
@@ -171,11 +177,12 @@ PLACES = [
 
 
 @grid(place=PLACES, proved=[False, True], disguised=[False, True])
-def test_a_patched_class_is_left_to_the_host_until_the_patch_is_removed(
+def test_the_host_computes_calls_while_a_class_is_patched(
     place: tuple[str, str, str], proved: bool, disguised: bool
 ) -> None:
-    """proved: whether the shape was checked before the patch. disguised: the patch has the original's name and
-    module."""
+    """The output equals that of the patched host bit for bit; after the patch is removed, OneDiff computes. proved:
+    whether our output was compared with the host's before the patch. disguised: whether the patch has the name and the
+    module of the original."""
     module, name, method = place
     kind = getattr(importlib.import_module(module), name)
     unet = lib_onediff.compile_unet(diffusers_unet())
@@ -194,7 +201,7 @@ def test_a_patched_class_is_left_to_the_host_until_the_patch_is_removed(
 
 
 class Scaler(nn.Module):
-    """The module that Kohya's Hires.fix puts around a block while it scales."""
+    """As the module that the extension Kohya's Hires.fix puts around a block, which scales the block's input."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -205,6 +212,7 @@ class Scaler(nn.Module):
 
 
 def test_the_reason_names_the_module_around_a_block_and_its_author() -> None:
+    """The UNet is ldm's. With its own block again, it is accepted."""
     unet = ldm_structure({})
     unet.input_blocks[2] = Scaler(unet.input_blocks[2])
     with pytest.raises(Refusal, match=f"^{__name__} has replaced input_blocks.2 by its own Scaler$"):

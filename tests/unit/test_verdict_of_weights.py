@@ -1,4 +1,5 @@
-"""A verdict belongs to the weights and the code that it was found with, and a failure is final only the second time."""
+"""A verdict, the result of comparing our output with the host's, holds for the weights with which it was found, and a
+failure of our forward is final only the second time."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -20,7 +21,8 @@ WRONG_WEIGHT = 3.0
 
 @pytest.fixture
 def errs_with_loud_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our forward is wrong for some weights, as saturated attention in float16 is."""
+    """Our forward's output is wrong with the weights of checkpoint(loud=True), and right with others. (In reality,
+    attention that saturates in float16 depends on weights in this way.)"""
     compute = FAMILIES.output
 
     def erring(layout: Any, weights: Any, ops: Any, call: Any) -> Any:
@@ -32,6 +34,7 @@ def errs_with_loud_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def checkpoint(loud: bool) -> Any:
+    """A compiled UNet. loud: whether its last norm has weights with which errs_with_loud_weights errs."""
     unet = diffusers_unet(**SMALL_XL)
     if loud:
         with torch.no_grad():
@@ -46,8 +49,9 @@ def route_of(unet: nn.Module, **change: Any) -> str:
 
 
 def test_a_checkpoint_loaded_into_the_same_module_is_checked_anew(errs_with_loud_weights: None) -> None:
-    """Our forward is wrong for one of the two checkpoints (the fixture), which have the same architecture and so the
-    same shape's entry."""
+    """With the weights of one checkpoint, our forward is wrong (the fixture). The two checkpoints have the same
+    architecture, and so share the entry of a shape, but not its verdict; the same holds when a UNet gets the other
+    weights."""
     unet = checkpoint(False)
     other = checkpoint(True)
     before = {name: one.clone() for name, one in unet.state_dict().items()}
@@ -63,9 +67,12 @@ def test_a_checkpoint_loaded_into_the_same_module_is_checked_anew(errs_with_loud
 
 
 @pytest.mark.parametrize(("name", "stays"), [("where_it_lies", True), ("how_it_computes", False)])
-def test_a_verdict_survives_an_attribute_by_which_the_host_notes_a_move_of_weights(name: str, stays: bool) -> None:
-    """placed: the attributes that a host declares to be such notes. Another new attribute may change what the module
-    computes, so that the weights' identity is another."""
+def test_a_new_attribute_of_a_module_ends_a_verdict_unless_it_only_tells_where_the_weights_are(
+    name: str, stays: bool
+) -> None:
+    """host_traits.placed: the attributes with which a host notes where it keeps weights. Any other new attribute may
+    change what the module computes, so the identity, under which the verdict is stored, changes. stays: whether the
+    identity stays the same."""
     unet = checkpoint(False)
     network = runtime.services.networks.get(unet)
     network.bound.host_traits = replace(network.bound.host_traits, placed=frozenset({"where_it_lies"}))
@@ -77,8 +84,11 @@ def test_a_verdict_survives_an_attribute_by_which_the_host_notes_a_move_of_weigh
     assert (network.bound.identity() == before) is stays
 
 
-def test_a_check_with_the_noise_of_a_warm_up_is_repeated_with_a_users_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our forward is wrong for large prompt embeddings alone, which noise has not."""
+def test_a_check_with_the_noise_of_a_warm_up_is_repeated_with_the_prompt_of_a_user(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our forward is made wrong for large prompt embeddings. A warm-up's noise is small, so its check succeeds; that
+    with the user's prompt must fail, and the host computes the call."""
     compute = FAMILIES.output
 
     def erring(layout: Any, weights: Any, ops: Any, call: Any) -> Any:
@@ -93,7 +103,7 @@ def test_a_check_with_the_noise_of_a_warm_up_is_repeated_with_a_users_prompt(mon
 
 
 class Transient:
-    """Lets our forward fail so many times."""
+    """Makes the next `times` calls of our forward raise an error. left: how many of them are to come."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
         self._compute = FAMILIES.output
@@ -117,10 +127,10 @@ def test_after_one_failure_our_forward_is_tried_again_in_the_next_sampling(monke
         assert [route_of(unet) for _ in range(2)] == ["plain"] * 2
 
 
-def test_after_two_failures_these_weights_are_the_hosts_until_they_are_compiled_anew(
+def test_after_two_failures_the_host_computes_these_weights_until_they_are_compiled_anew(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights of the same architecture with other values are ours."""
+    """OneDiff still computes a UNet of the same architecture with other weights."""
     unet = checkpoint(False)
     other = checkpoint(False)
     with torch.no_grad():

@@ -1,4 +1,5 @@
-"""The verdicts that a shape's entry keeps for each set of weights."""
+"""The verdicts that the entry of a shape keeps, one for each set of weights: results of comparing our output with the
+host's. entry.switch_to(weights, sampling) makes their verdict the current one, whose state is COLD if there is none."""
 from __future__ import annotations
 
 import pytest
@@ -17,6 +18,7 @@ def entry() -> Entry:
 
 
 def test_an_entry_keeps_the_verdicts_of_the_last_weights_and_drops_the_oldest(entry: Entry) -> None:
+    """It keeps MOST_VERDICTS besides the current one."""
     names = [f"weights {number}" for number in range(MOST_VERDICTS + 2)]
     for name in names:
         entry.switch_to(name).state = State.PROVED
@@ -34,7 +36,7 @@ def test_weights_that_return_keep_their_verdict_but_not_their_graph(entry: Entry
 
 
 def test_a_failed_entry_is_retried_once_in_another_sampling(entry: Entry) -> None:
-    """"first" to "third" are samplings. After a second failure the entry stays FAILED."""
+    """"first" to "third" name samplings. After a second failure the entry stays FAILED."""
     entry.switch_to("one", "first").mark_failed("it fell", "first", is_final=False)
     assert entry.switch_to("one", "first").state is State.FAILED
     assert entry.switch_to("one", "second").state is State.COLD

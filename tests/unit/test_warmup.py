@@ -1,4 +1,4 @@
-"""The pre-warm queue, with a real UNet behind the real runtime and a very small WebUI."""
+"""The pre-warm queue, with the real runtime, a small real UNet, and SmallWebUI in place of a WebUI."""
 from __future__ import annotations
 
 import subprocess
@@ -30,7 +30,8 @@ MOST_PIXELS = 256 * 256
 
 
 class SmallWebUI:
-    """A queue lock, a model, and nothing else. calls: (width, height, batch) of every UNet call to warm up."""
+    """A WebUI that has a lock for images and a model, and nothing else. calls: (width, height, batch) of every UNet
+    call that pre-warming has made."""
 
     def __init__(self, unet: Any) -> None:
         self.unet = unet
@@ -83,7 +84,8 @@ def finished(queue: WarmUp, job: Job) -> Job:
 def test_a_pre_warmed_size_is_checked_for_calls_with_and_without_the_negative_prompt(
     webui: SmallWebUI, queue: WarmUp
 ) -> None:
-    """Two images: batches of 4 (with the negative prompt) and of 2, three calls of each."""
+    """The size is for two images: three calls with a batch of 4 (with the negative prompt), and three with 2. Both
+    shapes are then "proved": our output is close to the host's."""
     (job,) = queue.add([Size(64, 72, 2)], "panel")
     assert (job.state, job.total, job.source) == ("queued", 6, "panel")
     done = finished(queue, job)
@@ -96,6 +98,8 @@ def test_a_pre_warmed_size_is_checked_for_calls_with_and_without_the_negative_pr
 
 
 def test_a_size_that_cannot_be_pre_warmed_fails_with_its_reason_and_the_next_one_goes_on(queue: WarmUp) -> None:
+    """SmallWebUI.warm() refuses the first size as too large. For the second one, a batch of 64 images, it raises an
+    error of two lines, of which the first is the reason."""
     failing, faulty, following = queue.add([Size(512, 512), Size(64, 64, 64), SMALL], "panel")
     failed = finished(queue, failing)
     assert (failed.state, failed.reason, failed.done) == ("failed", "512x512 is more than this model can draw", 0)
@@ -105,7 +109,8 @@ def test_a_size_that_cannot_be_pre_warmed_fails_with_its_reason_and_the_next_one
 
 
 def test_cancelling_the_queue_stops_after_the_call_in_progress(webui: SmallWebUI, queue: WarmUp) -> None:
-    """Of twenty sizes, three are done. The fourth may have ended or been cancelled in the middle."""
+    """Of twenty sizes, three are done when queue.stop() is called. The fourth is in progress: it may be done or
+    cancelled afterwards, and the others are cancelled."""
     jobs = queue.add([Size(64 + 8 * step, 64) for step in range(20)], "panel")
     while len(webui.calls) < 3 * 6 + 2:
         time.sleep(0.001)
@@ -129,7 +134,8 @@ def test_cancelling_the_queue_stops_after_the_call_in_progress(webui: SmallWebUI
 def test_a_size_with_a_graph_is_done_after_one_call_and_one_without_says_why(
     webui: SmallWebUI, monkeypatch: pytest.MonkeyPatch, route: str, reason: str, calls: list[tuple[int, int, int]]
 ) -> None:
-    """As on a GPU, where the third call of a size finds the graph that the second has captured."""
+    """With a graph, one call of each batch suffices. Without one, three calls are made, and the job has the reason for
+    having no graph. route, reason: what the runtime says of every call; "graph" means that it replayed a graph."""
     key = SimpleNamespace(backend="native")
     last: Any = LastCall(route, reason, SimpleNamespace(key=key))  # type: ignore[arg-type]
     always = property(lambda self: last, lambda self, other: None)
@@ -143,8 +149,8 @@ def test_a_size_with_a_graph_is_done_after_one_call_and_one_without_says_why(
 def test_the_share_done_grows_and_is_1_only_after_the_decode(
     webui: SmallWebUI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The decode takes as long as everything before it; the second size knows that, so that its share before the decode
-    is smaller."""
+    """job.share: the part of the job that is done. The decode is made as long as all UNet calls of the job. The second
+    job expects that from the first one, so its share is smaller when its decode begins."""
     decoding = threading.Event()
     shares = []
     queue = WarmUp(webui, runtime, JobQueue())
@@ -175,7 +181,8 @@ def test_the_share_done_grows_and_is_1_only_after_the_decode(
 
 
 class WakingLock:
-    """As those of A1111 and Forge: it wakes who has waited longest, and goes to whoever comes first then."""
+    """A lock as those of A1111 and Forge: its release wakes the thread that has waited longest, but any thread may take
+    the lock before that one does."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -195,14 +202,15 @@ class WakingLock:
 
 
 class UnfairWebUI(SmallWebUI):
-    """Its lock may go to who has just had it."""
+    """A WebUI with an unfair lock: the thread that has just released it may take it again before those that wait."""
 
     def __init__(self, unet: Any) -> None:
         super().__init__(unet)
         self.lock = WakingLock()  # type: ignore[assignment]
 
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
-        """After the first, calls that never let another thread run, as launches and captures hardly do."""
+        """Make one real call; after it, only keep the interpreter busy for 3 ms, so that other threads hardly run, as
+        during kernel launches and captures."""
         if not self.calls:
             super().warm(width, height, batch, tokens)
         self.calls.append((width, height, batch))
@@ -212,7 +220,8 @@ class UnfairWebUI(SmallWebUI):
 
 
 def test_an_image_waits_for_at_most_one_call_of_the_queue_even_with_an_unfair_lock() -> None:
-    """passed_by: the calls made between an image's request for the lock and its turn."""
+    """passed_by: how many calls the queue makes between an image's request for the lock and its turn, for ten
+    images."""
     unet = builders.diffusers_unet()
     webui = UnfairWebUI(unet)
     queue = WarmUp(webui, runtime, JobQueue())
@@ -234,7 +243,8 @@ def test_an_image_waits_for_at_most_one_call_of_the_queue_even_with_an_unfair_lo
 
 
 def test_the_process_can_end_in_the_middle_of_a_pre_warm() -> None:
-    """Python 3.10 to 3.13 abort when a daemon thread is inside a library of C++ at the end."""
+    """The process ends with exit code 0 and without messages. Python 3.10 to 3.13 abort if a daemon thread is inside a
+    C++ library when the process ends."""
     program = """
 import sys, time
 sys.path[:0] = ["tests", "tests/unit"]

@@ -1,4 +1,5 @@
-"""Small autoencoders with the full topology and random weights, and functions that decode by the host and by us."""
+"""Small autoencoders with all kinds of layers and random weights, and functions that decode with the host's forward or
+by the runtime."""
 from __future__ import annotations
 
 import contextlib
@@ -83,7 +84,7 @@ def a_latent(decoder: Any, height: int = 6, width: int = 6, batch: int = 1, seed
 
 @torch.no_grad()
 def host_picture(decoder: Any, latent: Tensor) -> Tensor:
-    """The image of a latent by the decoder's own class."""
+    """The image of a latent, decoded by the forward of the decoder's own class."""
     return own_forward(decoder)(latent)
 
 
@@ -92,7 +93,8 @@ def routed_picture(
     decoder: Any, latent: Tensor, host_traits: HostTraits = HostTraits(),  # noqa: B008
     settings: Settings | None = None, **options: Any
 ) -> Tensor:
-    """The image of a latent by the runtime's route, whether ours or the host's."""
+    """The image of a latent, decoded by the runtime, which chooses our forward or the host's. options: further
+    arguments of DecoderRoute.decode."""
     route = runtime.vae
     route.adopt(decoder, settings, host_traits)
     return route.decode(decoder, latent, lambda: own_forward(decoder)(latent), **options)
@@ -117,7 +119,7 @@ LIMIT = torch.finfo(torch.float16).max
 
 
 class Host:
-    """A host's VAE whose own decodes are counted. change: changes their images."""
+    """A host's forward of a decoder, which counts its decodes (calls). change: applied to their images."""
 
     def __init__(self, decoder: Any, change: Callable[[Tensor], Tensor] = lambda picture: picture) -> None:
         self.decoder = decoder
@@ -131,6 +133,7 @@ class Host:
 
 @torch.no_grad()
 def decode(host: Host, latent: Tensor) -> Tensor:
+    """The image of a latent, decoded by the runtime, whose host is `host`."""
     runtime.vae.adopt(host.decoder)
     return runtime.vae.decode(host.decoder, latent, lambda: host(latent))
 
@@ -151,4 +154,5 @@ def overflowing_in_float16(make: Callable[[], Any] = lambda: diffusers_vae().dec
 
 
 def in_float32(decoder: Any, latent: Tensor) -> Tensor:
+    """The image of a latent by the host's forward, with weights and latent in float32."""
     return host_picture(copy.deepcopy(decoder).float(), latent.float())

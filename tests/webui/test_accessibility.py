@@ -21,7 +21,7 @@ ACCORDION = ".onediff-accordion"
 ACCORDION_TAB = "txt2img"
 PAGES = ("Cache", "Compare")
 MOST_TABS = 120
-# What Tab has to reach: of radio buttons, those that are chosen.
+# Collects the elements that the Tab key has to reach, and returns their number. Of radio buttons, only the chosen ones.
 STOPS = """
 window.onediffReached = new Set();
 addEventListener('focusin', event => onediffReached.add(event.target));
@@ -76,8 +76,8 @@ def page(opened: Any) -> Any:
 def test_every_view_passes_axe_cuts_no_text_and_fits_the_page(
     browser: Any, webui: WebUI, sd15: Models, theme: str, width: int
 ) -> None:
-    """In both themes, on a wide and on a narrow page. look() checks one view; least: the texts that axe must have found
-    in it, which shows that the view was there."""
+    """In the light and the dark theme, on a wide and on a narrow page. look() checks one view. least: how many texts
+    axe must have found in it, which shows that the view was there."""
     webui.txt2img()
     found: dict[str, list[str]] = {}
     # The other rules ask for names and roles, which are the same in every theme and at every width.
@@ -98,7 +98,7 @@ def test_every_view_passes_axe_cuts_no_text_and_fits_the_page(
         browser.find("#onediff_txt2img_changes :is(textarea, input)").send_keys(Keys.TAB)
         browser.wait_for_text("onediff_txt2img_told", "it takes 1 to 20", 20)
         look("accordion with an error", ACCORDION, 15)
-        # What is compared is the accordion's, too.
+        # A comparison also uses the accordion's options.
         browser.type("#onediff_txt2img_changes :is(textarea, input)", "")
         compare = Compare(browser, webui)
         compare.show()
@@ -135,7 +135,8 @@ def press(browser: Any, *keys: str) -> None:
 
 
 def test_the_tab_key_reaches_every_control(page: Any) -> None:
-    """before: the element from which the key is pressed; least: the controls that there must be."""
+    """tab_through() presses Tab until every control of a part of the page has had the focus, at most MOST_TABS times.
+    before: a selector of the element from which it starts. least: how many controls there must be."""
     browser = page
 
     def tab_through(selector: str, before: str, least: int) -> None:
@@ -171,14 +172,14 @@ def settled_boxes(browser: Any) -> Any:
 
 
 def moved(before: Any, browser: Any) -> list[Any]:
-    """The boxes of the page that differ from before."""
+    """(before, now) of each of the BOXES that has moved or changed its size."""
     now = settled_boxes(browser)
     assert len(now) == len(before)
     return [pair for pair in zip(before, now, strict=True) if pair[0] != pair[1]]
 
 
 def test_no_control_moves_when_the_status_or_an_error_changes(standalone: WebUI, page: Any) -> None:
-    """In the accordion and below it."""
+    """Of the accordion, its inputs and buttons, and the txt2img settings below it (BOXES)."""
     browser = page
     with standalone.options(onediff_enabled=False):
         standalone.txt2img()

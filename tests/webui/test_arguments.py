@@ -1,4 +1,5 @@
-"""Script arguments over the API, the infotext that names them, and the settings that they override."""
+"""OneDiff's options of a run, given in an API request by script arguments or otherwise: they override the settings and
+are in the infotext."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ def with_arguments(*arguments: Any) -> dict[str, Any]:
 
 
 def onediff_in(pictures: Pictures) -> str:
-    """The value of the infotext's key for OneDiff."""
+    """The value of the key OneDiff in the first image's infotext."""
     return pictures.info["infotexts"][0].partition("OneDiff: ")[2].partition(",")[0].strip()
 
 
@@ -59,8 +60,9 @@ def by_infotext(webui: WebUI) -> Pictures:
 def test_options_set_in_every_way_make_the_same_image_and_do_not_outlast_it(
     webui: WebUI, sd15: Models, way: Callable[[WebUI], Pictures]
 ) -> None:
-    """way: by the settings, by a request's overrides, by the text of changed options, or by an infotext. Each is
-    compared with the image of script arguments. The X/Y/Z plot is tested in test_xyz_grid.py."""
+    """way: by the settings, by override_settings of the request, by the text of extra options, or by an infotext. The
+    image equals that of the same options as a mapping in the script arguments; the next image has none of them. The
+    X/Y/Z plot is tested in test_xyz_grid.py."""
     exact = webui.txt2img(**TEN_STEPS)
     expected = webui.txt2img(**TEN_STEPS, **one_run(**OPTIONS))
     assert largest_difference(expected, exact) > 0 and all(f"{name} " in onediff_in(expected) for name in OPTIONS)
@@ -71,7 +73,7 @@ def test_options_set_in_every_way_make_the_same_image_and_do_not_outlast_it(
 
 
 def test_onediff_disabled_in_the_settings_has_no_hook_whatever_a_run_asks_for(webui: WebUI, sd15: Models) -> None:
-    """Images are bit for bit those of a run without it."""
+    """The images equal, bit for bit, that of a run with OneDiff off, and no call is counted."""
     off = run_off(webui, {})
     with webui.options(onediff_enabled=False):
         assert webui.status()["enabled"] is False
@@ -87,7 +89,8 @@ def test_onediff_disabled_in_the_settings_has_no_hook_whatever_a_run_asks_for(we
 
 
 def test_status_and_infotext_describe_the_last_image(webui: WebUI, sd15: Models) -> None:
-    """Its size, model, times and route; with OneDiff on, and then off."""
+    """The status has the image's size, model, times and route. One image is made with OneDiff on, and then one with
+    OneDiff off for the run."""
     made = run_on(webui, {"width": 128, "height": 64}).pictures
     status = webui.status()
     assert status["host"] == webui.kind

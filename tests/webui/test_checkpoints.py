@@ -1,4 +1,5 @@
-"""Other checkpoints, a refiner and another VAE, between pictures and within one."""
+"""Images match those of the WebUI alone (OneDiff off), whatever checkpoint, refiner or VAE is loaded between images or
+within one. A role, such as "sd15-b", names a model: see webui_models.py."""
 from __future__ import annotations
 
 import pytest
@@ -9,6 +10,7 @@ from webui_models import Models, stem
 
 @pytest.fixture
 def switching(webui: WebUI, sd15: Models) -> Models:
+    """The models, of a WebUI that can switch checkpoints."""
     need(webui, "checkpoint switch")
     return sd15
 
@@ -16,10 +18,11 @@ def switching(webui: WebUI, sd15: Models) -> Models:
 @pytest.mark.parametrize("one, other", [
     ("sd15", "sd15-b"), ("twin", "twin-b"), ("sd15", "inpaint"), ("sd15", "sdxl"), ("sd15", "sd2"),
 ], ids=lambda role: role)
-def test_images_after_switches_of_the_checkpoint_are_the_webuis(
+def test_images_after_switches_of_the_checkpoint_match_those_of_the_webui(
     webui: WebUI, switching: Models, one: str, other: str
 ) -> None:
-    """All images with the extension on come first. Each checkpoint's second image equals its first."""
+    """All images with OneDiff on are made first, then all with OneDiff off. Each checkpoint's second image matches its
+    first. one, other: the roles of checkpoints that alternate; twin and twin-b may be loaded into the same module."""
     made = {}
     for make in (run_on, run_off):
         for index, role in enumerate((one, other, one, other)):
@@ -35,9 +38,10 @@ def test_images_after_switches_of_the_checkpoint_are_the_webuis(
         assert_different(made[make, 0], made[make, 1], "the checkpoint")
 
 
-def test_a_checkpoint_for_one_image_gives_the_webuis_and_leaves_the_next_image_as_before(
+def test_an_image_with_an_overridden_checkpoint_matches_the_webui_and_the_next_is_as_before(
     webui: WebUI, switching: Models
 ) -> None:
+    """The request's override_settings name another checkpoint for this image only."""
     plain = run_on(webui, {})
     override = {"override_settings": {"sd_model_checkpoint": switching.need("sd15-b")}}
     other, _ = assert_same_on_and_off(webui, override)
@@ -47,10 +51,10 @@ def test_a_checkpoint_for_one_image_gives_the_webuis_and_leaves_the_next_image_a
 
 @pytest.mark.parametrize("batches", [1, 2])
 @pytest.mark.parametrize("base, refiner_role", [("sd15", "sd15-b"), ("sdxl", "sdxl-b"), ("sdxl", "refiner")])
-def test_images_with_a_refiner_from_half_of_the_steps_are_the_webuis(
+def test_images_with_a_refiner_match_the_webui_and_the_next_images_without_it_are_as_before(
     webui: WebUI, switching: Models, base: str, refiner_role: str, batches: int
 ) -> None:
-    """Also those without it afterwards."""
+    """The refiner takes over at half of the steps. batches: the batch count (n_iter)."""
     need(webui, "refiner")
     refiner = {"refiner_checkpoint": switching.need(refiner_role), "refiner_switch_at": 0.5}
     switching.use(base)
@@ -64,8 +68,8 @@ def test_images_with_a_refiner_from_half_of_the_steps_are_the_webuis(
     assert_same(run_on(webui, request), plain)
 
 
-def test_images_after_switches_of_the_vae_are_the_webuis(webui: WebUI, switching: Models) -> None:
-    """Another VAE changes the image, and the first one gives the first image again."""
+def test_images_after_switches_of_the_vae_match_those_of_the_webui(webui: WebUI, switching: Models) -> None:
+    """Another VAE changes the image. With the checkpoint's own VAE again, the image matches the first one."""
     vae = switching.need("vae")
     option, none = ("forge_additional_modules", []) if webui.kind == "forge" else ("sd_vae", "None")
     with webui.options(**{option: none}):

@@ -1,4 +1,4 @@
-"""LoRAs in turn, at changing weights, on and off: an image never has the previous LoRA."""
+"""Images with LoRAs match those of the WebUI alone (OneDiff off), and have no LoRA of the image before."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -29,11 +29,13 @@ def lora_b(sd15: Models, webui: WebUI) -> str:
 
 
 def make_all(make: Callable[..., Run], webui: WebUI, prompts: list[str]) -> list[Run]:
+    """A run for each of the prompts, in this order. make: run_on or run_off."""
     return [make(webui, {"prompt": prompt}) for prompt in prompts]
 
 
-def test_images_with_two_loras_in_turn_are_the_webuis(webui: WebUI, lora_a: str, lora_b: str) -> None:
-    """All images with the extension on come first, so that no run of the WebUI alone merges a LoRA for OneDiff."""
+def test_images_with_two_loras_in_turn_match_those_of_the_webui(webui: WebUI, lora_a: str, lora_b: str) -> None:
+    """All images with OneDiff on are made first, so that no run with OneDiff off merges a LoRA into the weights that
+    OneDiff uses. Images of the same prompt match, and other LoRAs or weights change the image."""
     prompts = [
         PROMPT, with_lora(lora_a, 1), with_lora(lora_b, 1), with_lora(lora_a, 0.5), with_lora(lora_a, 1), PROMPT,
         with_lora(lora_b, 1), with_lora(lora_a, 1) + f" <lora:{lora_b}:0.7>", PROMPT,
@@ -50,7 +52,8 @@ def test_images_with_two_loras_in_turn_are_the_webuis(webui: WebUI, lora_a: str,
 
 
 def test_an_image_depends_on_its_lora_alone_while_onediff_is_switched_on_and_off(webui: WebUI, lora_a: str) -> None:
-    """Runs of the WebUI alone merge and remove LoRAs in the weights that OneDiff's next run uses."""
+    """Images of the same prompt match, with OneDiff on or off. Runs with OneDiff off merge a LoRA into the weights that
+    OneDiff's next run uses, and remove it from them."""
     with_a = {"prompt": with_lora(lora_a, 1)}
     without = {"prompt": PROMPT}
     ours_with_a = run_on(webui, with_a)
@@ -64,9 +67,10 @@ def test_an_image_depends_on_its_lora_alone_while_onediff_is_switched_on_and_off
 
 
 @pytest.mark.parametrize("first, second", [("", "b"), ("a", "b"), ("a", ""), ("a", "a")])
-def test_a_hires_pass_with_another_lora_gives_the_webuis_image(
+def test_an_image_whose_hires_pass_has_another_lora_matches_that_of_the_webui(
     webui: WebUI, lora_a: str, lora_b: str, first: str, second: str
 ) -> None:
+    """first, second: the LoRA of the first pass and of the hires pass, "a", "b", or "" for none."""
     names = {"a": lora_a, "b": lora_b}
     prompts = [with_lora(names[which], 1) if which else PROMPT for which in (first, second)]
     request = hires(webui, "Latent", prompt=prompts[0], hr_prompt=prompts[1])
@@ -77,9 +81,10 @@ def test_a_hires_pass_with_another_lora_gives_the_webuis_image(
 
 
 @pytest.mark.parametrize(("role", "checkpoint"), [("locon", "sd15"), ("sdxl-lora", "sdxl")])
-def test_other_kinds_of_loras_give_the_webuis_images_and_leave_nothing_behind(
+def test_images_with_other_kinds_of_loras_match_the_webui_and_the_next_without_is_as_before(
     webui: WebUI, sd15: Models, role: str, checkpoint: str
 ) -> None:
+    """role: of the LoRA, a LoCon or one for SDXL. Each is used at the usual size, and at another size in batches."""
     need(webui, "LoRA")
     name = sd15.need(role)
     sd15.use(checkpoint)

@@ -1,5 +1,5 @@
-"""Other extensions' actions around a generation: nested generations, other threads, edited weights, foreign modules,
-other schedules.
+"""Images match those of the WebUI alone (OneDiff off) while other extensions act around a generation: nested
+generations, other threads, edited weights, and modules of their own. Also images of v-prediction and inpainting models.
 
 For A1111 and Forge Neo. tests/webui/extensions/onediff-neighbours reproduces these actions; it must be linked into the
 extensions folder of the WebUI at --webui.
@@ -55,6 +55,7 @@ def crops(webui: WebUI) -> list[list[int]]:
 
 
 def planned(**plan: Any) -> dict[str, Any]:
+    """The script argument with which onediff-neighbours acts during a run. plan: see its class Plan."""
     return {"alwayson_scripts": {"OneDiff neighbours": {"args": [json.dumps(plan)]}}}
 
 
@@ -68,6 +69,7 @@ def run_without(webui: WebUI, request: dict[str, Any]) -> Run:
 
 @contextlib.contextmanager
 def edited(webui: WebUI, factor: float) -> Iterator[None]:
+    """A context in which weights of the UNet are multiplied by a factor, in place."""
     assert webui.post(f"{ROUTE}/edit", {"factor": factor}).status_code == 200
     try:
         yield
@@ -76,10 +78,11 @@ def edited(webui: WebUI, factor: float) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("nested_scripts", [False, True], ids=["scripts left out", "all scripts"])
-def test_an_image_with_nested_inpaintings_is_the_webuis(
+def test_an_image_with_nested_inpaintings_matches_that_of_the_webui(
     webui: WebUI, sd15: Models, crops: list[list[int]], nested_scripts: bool
 ) -> None:
-    """ADetailer: an inpainting of another size for each face, inside the generation. The next image is as before."""
+    """As with ADetailer, which inpaints each face at another size, inside the generation. The next image without is as
+    before. nested_scripts: whether the inpaintings run all scripts, OneDiff's too; otherwise none."""
     request = {"width": 128, "height": 128}
     nested = {**request, **planned(crops=crops, nested_scripts=nested_scripts)}
     plain = run_on(webui, request)
@@ -90,10 +93,11 @@ def test_an_image_with_nested_inpaintings_is_the_webuis(
 
 
 @pytest.mark.parametrize("nested_scripts", [False, True], ids=["scripts left out", "all scripts"])
-def test_a_nested_generation_of_a_run_with_onediff_off_is_off_too(
+def test_onediff_off_for_a_run_is_also_off_for_its_nested_generations(
     webui: WebUI, sd15: Models, crops: list[list[int]], nested_scripts: bool
 ) -> None:
-    """And the next run has it on."""
+    """The image equals that without OneDiff's hooks. OneDiff is on in the next run. nested_scripts: whether the nested
+    generations run all scripts, OneDiff's too; otherwise none."""
     nested = {"width": 128, "height": 128, **planned(crops=crops, nested_scripts=nested_scripts)}
     off = run_off(webui, nested, least_calls=3 + len(crops))
     assert largest_difference(off.pictures, run_without(webui, nested).pictures) == 0
@@ -101,7 +105,7 @@ def test_a_nested_generation_of_a_run_with_onediff_off_is_off_too(
 
 
 def test_onediff_computes_generations_from_another_thread(webui: WebUI, sd15: Models, crops: list[list[int]]) -> None:
-    """As Agent Scheduler makes them: two in a row, while the API is idle."""
+    """As from Agent Scheduler: two generations in a row, while the API is idle. Their images match those of the API."""
     sizes = [{"width": width, "height": height} for width, height in crops[:2]]
     requests = [{**PICTURE, **size, **one_run(enabled=True)} for size in sizes]
     ours = [run_on(webui, size) for size in sizes]
@@ -116,8 +120,8 @@ def test_onediff_computes_generations_from_another_thread(webui: WebUI, sd15: Mo
         assert numpy.abs(numpy.asarray(image, dtype=numpy.int16) - own.pictures.arrays[0]).max() <= LARGEST_DIFFERENCE
 
 
-def test_an_edit_of_the_weights_between_generations_shows_as_in_the_webuis_image(webui: WebUI, sd15: Models) -> None:
-    """As SuperMerger does: the values change, the parameters stay the same objects."""
+def test_an_edit_of_weights_between_generations_changes_the_image_as_in_the_webui(webui: WebUI, sd15: Models) -> None:
+    """As SuperMerger edits them: the values change, and the parameters stay the same objects."""
     plain = run_on(webui, {})
     with edited(webui, 0.5):
         merged, _ = assert_same_on_and_off(webui, {})
@@ -125,8 +129,8 @@ def test_an_edit_of_the_weights_between_generations_shows_as_in_the_webuis_image
     assert_same(run_on(webui, {}), plain)
 
 
-def test_an_edit_of_the_weights_within_a_generation_shows_as_in_the_webuis_image(webui: WebUI, sd15: Models) -> None:
-    """Before the second of four steps."""
+def test_an_edit_of_weights_within_a_generation_changes_the_image_as_in_the_webui(webui: WebUI, sd15: Models) -> None:
+    """The weights are edited before the second of four steps, and for this generation only."""
     request = {"steps": 4}
     plain = run_on(webui, request)
     changed, _ = assert_same_on_and_off(webui, {**request, **planned(edit_at=1)})
@@ -143,10 +147,11 @@ def test_the_webui_computes_motion_modules(webui: WebUI, sd15: Models) -> None:
 
 
 @pytest.mark.parametrize("request_", [{}, start_from(gradient_image(128, 64))], ids=["txt2img", "img2img"])
-def test_an_image_of_tiled_vae_is_the_webuis_and_onediff_decodes_the_next_one(
+def test_an_image_with_tiled_vae_matches_that_of_the_webui_and_onediff_decodes_the_next_one(
     webui: WebUI, sd15: Models, request_: dict[str, Any]
 ) -> None:
-    """Tiled VAE sets the decoder's forward on its instance, and puts a bound method back."""
+    """Tiled VAE sets a forward on the decoder's instance, and afterwards sets the decoder's bound method there instead
+    of deleting the attribute."""
     need(webui, "img2img" if request_ else "")
     request = {"width": 128, "height": 64, **request_}
     steps = 2 if request_ else 3
@@ -158,9 +163,9 @@ def test_an_image_of_tiled_vae_is_the_webuis_and_onediff_decodes_the_next_one(
     assert webui.status()["vae"]["route"] != "host", webui.status()["vae"]
 
 
-def test_a_foreign_loop_over_the_decoders_layers_is_reported(webui: WebUI, sd15: Models) -> None:
-    """Tiled VAE runs the decoder's layers itself and never calls the forward that it has replaced; the status says
-    so."""
+def test_the_status_names_an_extension_that_runs_the_layers_of_the_decoder_itself(webui: WebUI, sd15: Models) -> None:
+    """As Tiled VAE does, which never calls the forward that it has replaced. OneDiff does not decode this image, which
+    matches the usual one, and decodes the next."""
     plain = run_on(webui, {})
     made = run_on(webui, planned(walked_vae=True))
     assert "onediff_neighbours" in webui.status()["vae"]["reason"]
@@ -171,7 +176,10 @@ def test_a_foreign_loop_over_the_decoders_layers_is_reported(webui: WebUI, sd15:
 
 @pytest.mark.parametrize("schedule", ["Default", "Zero Terminal SNR"])
 @pytest.mark.parametrize("role", ["sd15-v", "sdxl-v"])
-def test_images_of_v_prediction_models_are_the_webuis(webui: WebUI, sd15: Models, role: str, schedule: str) -> None:
+def test_images_of_v_prediction_models_match_those_of_the_webui(
+    webui: WebUI, sd15: Models, role: str, schedule: str
+) -> None:
+    """schedule: the WebUI's option "Noise schedule for sampling"."""
     name = sd15.use(role)
     with webui.options(sd_noise_schedule=schedule):
         made, _ = assert_same_on_and_off(webui, {"sampler_name": "Euler", "width": 72, "height": 88})
@@ -181,10 +189,10 @@ def test_images_of_v_prediction_models_are_the_webuis(webui: WebUI, sd15: Models
 
 
 @pytest.mark.parametrize("request_", [{}, masked()], ids=["txt2img", "inpainting"])
-def test_images_of_an_sdxl_inpainting_model_are_the_webuis(
+def test_images_of_an_sdxl_inpainting_model_match_those_of_the_webui(
     webui: WebUI, sd15: Models, request_: dict[str, Any]
 ) -> None:
-    """The UNet's input has nine channels."""
+    """The input of such a UNet has nine channels: also the mask and the masked image."""
     sd15.use("sdxl-inpaint")
     assert_same_on_and_off(webui, request_, least_calls=3)
     run_on(webui, {})

@@ -1,4 +1,4 @@
-"""Toy transformers as a family."""
+"""The family of toy transformers: small networks for tests, which no WebUI has."""
 from __future__ import annotations
 
 from collections.abc import Callable
