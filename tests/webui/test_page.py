@@ -27,9 +27,8 @@ from webui_page import (
 
 from lib_onediff.ui.presets import BALANCED, PRESETS
 
-# The answer to the next request comes when the accordion, which has come into view, asks no more.
-# Holds back the answer to the next request for 9 s, and collects each sentence about this run that the accordion shows:
-# one of them may be there for a moment only.
+# Holds back the answer to the page's next request for 9 s, and collects each sentence "This run: ..." that the accordion
+# shows, because one of them may be there for a moment only.
 LATE = """
 const real = window.fetch;
 window.fetch = (...request) => {
@@ -52,7 +51,8 @@ def page(opened: Any) -> Any:
 
 
 def test_the_checkbox_decides_whether_onediff_computes_the_image(page, webui: WebUI) -> None:
-    """And the status below it describes the image."""
+    """The status below the checkbox describes the image: its size, time, model and backend, or that the WebUI computed
+    it alone."""
     open_advanced(page, "txt2img")
     page.type("#txt2img_width input[type=number]", 72)
     shown = page.pictures("txt2img_gallery")
@@ -110,7 +110,8 @@ def wait_for_controls(page: Any, **values: str) -> None:
 
 
 def test_the_closed_accordion_shows_its_checkbox_and_the_status(page) -> None:
-    """The checkbox does not open it, and opening it does not switch the checkbox."""
+    """A click on the checkbox does not open the accordion, and opening the accordion does not switch the checkbox. The
+    status is one line on the last image."""
     preset = page.find("#onediff_txt2img_preset")
     box = page.find("#onediff_txt2img_enabled input")
     assert not preset.is_displayed() and box.is_displayed() and box.is_selected()
@@ -127,8 +128,9 @@ def test_the_closed_accordion_shows_its_checkbox_and_the_status(page) -> None:
         assert box.is_selected(), "opening and closing it switches nothing"
 
 
-def test_the_accordions_controls_and_text_agree_and_set_the_image(page, webui: WebUI) -> None:
-    """Of this user's run only. A misspelled option is corrected when the field is left."""
+def test_controls_and_text_of_the_accordion_agree_and_set_the_options_of_the_image(page, webui: WebUI) -> None:
+    """The text is that of the extra options. The options are not in the image of another user, here of the API. If an
+    option is misspelled, a suggestion appears once the field is left."""
     open_advanced(page, TAB)
     page.wait_for_text("onediff_txt2img_told", "This run: ", 20)
     move(page, "deepcache_interval", 3)
@@ -148,7 +150,9 @@ def test_the_accordions_controls_and_text_agree_and_set_the_image(page, webui: W
 
 
 def test_a_late_answer_of_the_server_does_not_stay_in_the_place_of_a_newer_one(page) -> None:
-    """LATE holds the first answer back: "Exact." comes after "VAE precision fp32.", which must come back."""
+    """LATE holds back the answer to the first of two requests, so that its sentence, "Exact.", arrives after that of
+    the second one, "VAE precision fp32.". The accordion may show it for a moment, but must then show the second one
+    again."""
     open_advanced(page, TAB)
     page.wait_for_text("onediff_txt2img_told", "This run: Exact.", 20)
     page.run(LATE)
@@ -160,6 +164,8 @@ def test_a_late_answer_of_the_server_does_not_stay_in_the_place_of_a_newer_one(p
 
 
 def test_the_controls_show_the_settings_the_preset_and_the_text(page, webui: WebUI) -> None:
+    """Each control has the value that its option has for this run: the settings tab's, then that of the extra options.
+    A chosen preset sets its options, and removes them from the text."""
     with webui.options(onediff_deepcache_depth=3):
         open_advanced(page, TAB)
         wait_for_controls(page, deepcache_depth="3")
@@ -174,7 +180,7 @@ def test_the_controls_show_the_settings_the_preset_and_the_text(page, webui: Web
 
 
 def test_a_click_just_after_the_accordion_opens_shows_the_list_of_presets(page) -> None:
-    """The server's answer, which comes later, must not close it."""
+    """The server's answer to the opening, which arrives later, must not close the list."""
     # Without the pointer: its coming to the accordion asks the server, and the click follows at once.
     page.run("document.querySelector(arguments[0]).click()", "#onediff_txt2img_accordion .label-wrap")
     page.find("#onediff_txt2img_preset input").click()
@@ -198,8 +204,9 @@ def seen_settings(page) -> dict[str, bool]:
 
 
 def test_the_settings_show_groups_speeds_and_changes_and_refuse_a_wrong_value(page, webui: WebUI) -> None:
-    """Rows without effect are hidden; a speed shows them and marks what differs from the defaults; one button takes a
-    mark's change back, another all."""
+    """Rows of options that have no effect now are hidden. A speed, which sets the options of a preset, shows the rows
+    that it needs and marks options that differ from their defaults. A button beside a mark resets this option, another
+    one all of them. A wrong value is not stored."""
     with webui.options(onediff_vae_precision="fp32"):
         page.refresh()
         show_settings(page)
@@ -234,7 +241,8 @@ def test_the_settings_show_groups_speeds_and_changes_and_refuse_a_wrong_value(pa
 
 
 def test_pending_options_are_marked_and_errors_are_below_their_fields(page, webui: WebUI) -> None:
-    """The value in force is shown beside the chosen one. After Apply, one message names the error."""
+    """Pending: changed on the page, and not applied. The value in force is shown beside the changed one, and a bar
+    counts pending options and wrong values. Apply stores the right values; for the wrong one, one message appears."""
     bar = ".onediff-settings-apply"
     changed = len(PRESETS[BALANCED].values)
     buttons = "return [...document.querySelectorAll('#settings_onediff .onediff-settings-head button')]"
@@ -273,7 +281,8 @@ def test_pending_options_are_marked_and_errors_are_below_their_fields(page, webu
         wait_for_bar("")
 
 
-def test_applying_settings_before_onediffs_were_shown_causes_no_error(page) -> None:
+def test_applying_settings_before_those_of_onediff_were_shown_causes_no_error(page) -> None:
+    """OneDiff's script logs no error in the browser's console."""
     page.refresh()
     if not page.there("settings_submit"):
         pytest.skip("this gradio puts the settings on the page when they are first shown")
@@ -286,7 +295,7 @@ def test_applying_settings_before_onediffs_were_shown_causes_no_error(page) -> N
 
 
 def test_errors_in_the_options_are_not_shown_while_onediff_is_off_for_the_run(page) -> None:
-    """And the infotext has none of them."""
+    """The infotext of the image does not have the errors either."""
     open_advanced(page, TAB)
     page.type("#onediff_txt2img_changes :is(textarea, input)", "nonsense 5")
     page.find("#onediff_txt2img_changes :is(textarea, input)").send_keys(Keys.TAB)
@@ -303,6 +312,7 @@ def test_errors_in_the_options_are_not_shown_while_onediff_is_off_for_the_run(pa
 # --- pasting ----------------------------------------------------------------------------------------------------------
 
 
+# (the options of the image, the settings of the page into which its infotext is pasted, the accordion's values then).
 PASTED = [
     ({"enabled": False}, {}, (False, "As in the settings", "")),
     ({"deepcache_interval": 2, "backend": "eager"}, {},
@@ -316,11 +326,11 @@ PASTED = [
     ("tab", "made_with", "options", "expected"),
     [("txt2img", *given) for given in PASTED] + [("img2img", *given) for given in (PASTED if WHOLE else PASTED[-1:])],
 )
-def test_a_pasted_infotext_sets_the_accordion_to_the_images_options(
+def test_a_pasted_infotext_sets_the_accordion_to_the_options_of_the_image(
     page, webui: WebUI, tab: str, made_with: dict[str, Any], options: dict[str, Any], expected: tuple[bool, str, str]
 ) -> None:
-    """Whatever it showed before and whatever the settings tab has. expected: the checkbox, the preset, and the text of
-    options."""
+    """Whatever the accordion showed before, and whatever the settings tab has. made_with: the image's options. options:
+    of the settings tab. expected: the checkbox, the preset, and the text of extra options."""
     need(webui, "img2img" if tab == "img2img" else "")
     infotext = webui.txt2img(steps=10, sampler_name="Euler", **one_run(**made_with)).info["infotexts"][0]
     show_tab(page, tab)
@@ -336,6 +346,8 @@ def test_a_pasted_infotext_sets_the_accordion_to_the_images_options(
 
 
 def test_unused_parts_of_a_pasted_infotext_are_reported(standalone: WebUI, page: Any) -> None:
+    """Messages name unknown presets and options, and values that are not allowed, also those of the demo's own fields,
+    which keep their values."""
     said = "return [...document.querySelectorAll('.toast-body')].map(at => at.innerText).join(' ')"
     for options, parts in (
         ("speed Turbo; nonsense 5", ("no preset 'Turbo'", "no option 'nonsense'")),
@@ -350,8 +362,10 @@ def test_unused_parts_of_a_pasted_infotext_are_reported(standalone: WebUI, page:
 
 
 def test_the_sentence_on_the_run_is_renewed_after_pasting_applying_resetting_and_generating(page, webui: WebUI) -> None:
-    """The accordion's sentence is renewed without the pointer being moved there."""
+    """The sentence "This run: ..." in the accordion names the options of the next image. It is renewed although the
+    pointer is not moved to the accordion."""
     def told_without_pointing(expected: str) -> None:
+        """Wait for the sentence on the txt2img tab, without moving the pointer to it."""
         page.choose_tab("txt2img")
         page.wait_for_text("onediff_txt2img_told", expected, 20)
 
@@ -373,9 +387,9 @@ def test_the_sentence_on_the_run_is_renewed_after_pasting_applying_resetting_and
         paste(page, "txt2img", "a fox\nSteps: 3, Sampler: Euler a, Seed: 31, Size: 64x64, OneDiff: on; "
                                "deepcache_interval 2")
         page.wait_for_text("onediff_txt2img_told", "This run: DeepCache interval 2.", 20)
-        # By another page, say.
+        # As from another page.
         webui.set_options(onediff_vae_precision="fp32")
-        # In three steps DeepCache skips none, and what rested is not written.
+        # In three steps, DeepCache is inactive, and the infotext does not name inactive options.
         assert "OneDiff: on; vae_precision fp32" in make_picture(page, seed=31)
         page.wait_for_text("onediff_txt2img_told", "This run: DeepCache interval 2, VAE precision fp32.", 20)
         page.close_accordion("onediff_txt2img_accordion")
@@ -383,10 +397,13 @@ def test_the_sentence_on_the_run_is_renewed_after_pasting_applying_resetting_and
         page.wait(lambda: page.text(here) == "Set here: deepcache_interval 2", "it where the accordion is closed", 10)
 
 
-# --- the standalone host's own ----------------------------------------------------------------------------------------
+# --- the demo ---------------------------------------------------------------------------------------------------------
 
 
-def test_wrong_input_is_refused_with_a_sentence_and_is_never_markup(standalone: WebUI, page: Any) -> None:
+def test_the_demo_refuses_a_wrong_width_in_one_sentence_and_never_shows_a_prompt_as_markup(
+    standalone: WebUI, page: Any
+) -> None:
+    """The prompt is an <img> element with a script, which would change the page's title."""
     page.type("#txt2img_prompt textarea", "<img src=x onerror=document.title='taken'> & more")
     page.type("#txt2img_width input[type=number]", 65)
     page.click("txt2img_generate")
@@ -397,6 +414,8 @@ def test_wrong_input_is_refused_with_a_sentence_and_is_never_markup(standalone: 
 
 
 def test_the_demo_shows_progress_and_an_interrupt_keeps_the_unfinished_image(standalone: WebUI, page: Any) -> None:
+    """The message says that the last image is unfinished. The progress line is gone then, and the gallery shows the
+    image without a blurred background."""
     # One image may be over before a slow page has looked.
     for name, value in {"steps": 150, "width": 128, "height": 128, "batch_count": 20}.items():
         page.type(f"#txt2img_{name} input[type=number]", value)
@@ -410,9 +429,11 @@ def test_the_demo_shows_progress_and_an_interrupt_keeps_the_unfinished_image(sta
     assert page.run(blur) == "none", "a blurred copy of the image would show through"
 
 
-def test_a_new_page_fits_asks_no_other_host_and_reports_no_error(browser, standalone: WebUI, tmp_path) -> None:
-    """At a phone's width, in the dark theme. test_accessibility.py checks our own parts in both themes and at both
-    widths."""
+def test_a_new_page_fits_a_phone_sends_nothing_to_other_servers_and_logs_no_error(
+    browser, standalone: WebUI, tmp_path
+) -> None:
+    """The demo's page, in the dark theme, with an image made. test_accessibility.py checks OneDiff's own parts of the
+    page in both themes and at two widths."""
     browser.size_page(400)
     browser.watch_network(True)
     browser.driver.get("about:blank")

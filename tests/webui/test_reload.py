@@ -1,4 +1,4 @@
-"""Nothing accumulates over reloads of the UI and switches of the checkpoint."""
+"""Hooks, parts of the page and memory do not accumulate over reloads of the UI and switches of the checkpoint."""
 from __future__ import annotations
 
 import socket
@@ -15,12 +15,14 @@ RELOADS = 5
 SECONDS_TO_RELOAD = 180
 SECONDS_OF_PAGE_EVENTS = 10
 SECONDS_TO_ADD_ROUTES = 8
-SETTLED_AFTER = 5  # switches, after which the host has everything that it keeps
+# The switch after which the WebUI holds all memory that it keeps, and the allowed ratio of later memory to that.
+SETTLED_AFTER = 5
 MOST_GROWTH = 1.05
 
 
 def page_id(webui: WebUI) -> str | None:
-    """The id that gradio gives to a built page, which changes when it is built anew; None while nothing answers."""
+    """The id that gradio gives to a page, which changes when the page is built anew; None until the page, its API and
+    OneDiff's routes answer."""
     try:
         answer = requests.get(webui.url + "/app_id", timeout=10)
         scripts = requests.get(webui.url + "/sdapi/v1/script-info", timeout=10)
@@ -33,6 +35,7 @@ def page_id(webui: WebUI) -> str | None:
 
 
 def listens(webui: WebUI) -> bool:
+    """Whether the WebUI accepts connections."""
     address = urlsplit(webui.url)
     try:
         socket.create_connection((address.hostname, address.port or 80), timeout=5).close()
@@ -62,7 +65,8 @@ def reload_ui(browser, webui: WebUI) -> None:
 def test_five_reloads_of_the_ui_leave_one_hook_one_accordion_and_the_same_images(
     webui: WebUI, sd15: Models, browser
 ) -> None:
-    """A hook too many would count the calls of an image twice."""
+    """Images match those from before the reloads, with OneDiff on and off. A second hook would count the calls of an
+    image twice."""
     need(webui, "UI reload")
     off = run_off(webui, {})
     on = run_on(webui, {})
@@ -92,8 +96,9 @@ def process_of(webui: WebUI):
 def test_memory_does_not_grow_over_many_checkpoint_switches(
     webui: WebUI, sd15: Models, pytestconfig: pytest.Config, one: str, other: str
 ) -> None:
-    """glibc keeps freed weights that lie between others. Start the WebUI as its own launcher does, with tcmalloc, or
-    with MALLOC_ARENA_MAX=1 and MALLOC_MMAP_THRESHOLD_=1048576."""
+    """The WebUI's resident memory after the last of --switches switches is at most MOST_GROWTH times that after the
+    fifth. glibc keeps freed weights that lie between others, so start the WebUI as its own launcher does, with
+    tcmalloc, or with MALLOC_ARENA_MAX=1 and MALLOC_MMAP_THRESHOLD_=1048576."""
     need(webui, "checkpoint switch")
     process = process_of(webui)
     switches = pytestconfig.getoption("--switches", default=40)

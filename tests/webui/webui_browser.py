@@ -24,9 +24,9 @@ FLAGS = (
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", "--window-size=1500,1200",
 )
 SECONDS_FOR_A_PICTURE = 300
-# Of one command to the browser: it may be drawing a whole page on a machine that does other work.
+# The time limit of one command to the browser, which may be drawing a whole page on a busy machine.
 SECONDS_FOR_A_COMMAND = 900
-# What moves is drawn anew 60 times a second, without a GPU by the cores that the tests share.
+# Switches off animations: each would be drawn 60 times a second, by the CPU cores that the tests share.
 NOTHING_MOVES = """
 document.addEventListener("DOMContentLoaded", () => {
     const sheet = document.createElement("style");
@@ -34,8 +34,8 @@ document.addEventListener("DOMContentLoaded", () => {
     document.head.append(sheet);
 });
 """
-# Counts what the page has asked the server for and has no answer to. beforeAnswer may hold an answer back: gradio keeps
-# the fetch that it finds when it loads.
+# Counts the page's requests that the server has not answered. A test may set beforeAnswer to delay answers; replacing
+# fetch later would have no effect, because gradio keeps the one that it finds when it loads.
 WATCH_REQUESTS = """
 const fetched = window.fetch;
 window.requestsInProgress = 0;
@@ -176,7 +176,7 @@ class Browser:
             self.wait(lambda: is_open() is wanted, f"open: {wanted}", 10)
 
     def size_page(self, width: int, height: int = 1000) -> None:
-        """Set the width of the page, as that of a phone or a window; forget_size undoes it."""
+        """Give the page another size, such as a phone's; forget_size undoes it."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
@@ -184,11 +184,13 @@ class Browser:
         self.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
     def sticking_out(self, elem_id: str) -> list[str]:
-        """The elements that reach beyond the sides of their box or of the page, except in boxes that scroll."""
+        """The elements in the element with this id, or that one itself, that reach beyond its sides or those of the
+        page, except within boxes that scroll."""
         return self.run(STICKING_OUT, elem_id)
 
     def text(self, elem_id: str) -> str:
-        """The visible text of an element, with a line for each block. WebDriver's own way takes five times as long."""
+        """The visible text of an element, with a line for each block. WebDriver's own function takes five times as
+        long."""
         return self.run(TEXT, elem_id)
 
     def click(self, elem_id: str) -> None:
@@ -267,7 +269,7 @@ class Browser:
         return says
 
     def pictures(self, gallery_id: str) -> list[str]:
-        """The addresses of the pictures in a gallery."""
+        """The URLs of the images in a gallery."""
         images = self.driver.find_elements(By.CSS_SELECTOR, f"#{gallery_id} img")
         return [image.get_attribute("src") for image in images]
 

@@ -28,7 +28,7 @@ return [Number(range.value), Math.round(drawn), range.ariaValueText];
 
 
 class Compare(Panel):
-    """The Compare page of an open page of this WebUI."""
+    """Actions on the Compare page of the OneDiff tab, in a browser that shows the WebUI, and what that page shows."""
 
     def __init__(self, page: Any, webui: WebUI) -> None:
         super().__init__(page)
@@ -40,14 +40,15 @@ class Compare(Panel):
         self.page.wait(lambda: start("id", "onediff_compare_start").is_displayed(), "the Compare page", 20)
 
     def show_report(self) -> str:
-        """Unfold the consistency report and return it, once it is there: text typed before that may be lost."""
+        """Unfold the consistency report of this machine, wait for it, and return it. The page may lose text that is
+        typed earlier."""
         self.show()
         self.page.open_accordion("onediff_facts_page")
         shown = "return document.querySelector('#onediff_facts textarea')?.value"
         return str(self.page.wait(lambda: self.page.run(shown), "this machine's report", 20))
 
     def compare_report(self, report: str, expected: str) -> str:
-        """Paste another machine's report, and return the page's answer. expected: a part of it."""
+        """Paste another machine's report, and return the page's answer. expected: a part of the answer to wait for."""
         field = "#onediff_other_facts textarea"
         self.page.type(field, report)
         with contextlib.suppress(AssertionError):
@@ -58,7 +59,8 @@ class Compare(Panel):
         return self.wait_for_message(expected, "compare_differences")
 
     def start_over(self) -> None:
-        """Show the page with the sides and options of a new page, once no comparison runs. The last result stays."""
+        """Wait until no comparison runs, and show the page with the default sides and options. The last result
+        stays."""
         self.show()
         self.wait_for_end()
         for side, choice in (("left", OFF), ("right", CURRENT)):
@@ -89,7 +91,7 @@ class Compare(Panel):
         return self.wait_for_message("Verdict", "compare_numbers", 10)
 
     def comparisons(self, state: str) -> list[str]:
-        """The lines of comparisons in the list of jobs, of those in this state."""
+        """The rows of the list of jobs with comparisons in this state."""
         return self.texts(f"#onediff_compare_jobs .onediff-job-{state}[data-onediff-kind=comparison]")
 
     def known(self) -> set[int]:
@@ -110,7 +112,7 @@ class Compare(Panel):
         self.click_at(f'#onediff_compare_jobs [aria-label="{what}: {name}"]')
 
     def images(self) -> list[str]:
-        """The addresses of the page's images: left, right and difference of each seed."""
+        """The URLs of the page's images: left, right and difference of each seed."""
         return self.page.run(
             "return [...document.querySelectorAll('#onediff_compare_gallery img')].map(image => image.src)"
         )
@@ -128,21 +130,21 @@ class Compare(Panel):
         self.click_at(f"{VIEWER} [data-onediff-seed='{seed}']")
 
     def seeds(self) -> list[str]:
-        """The texts of the strip of seeds."""
+        """The texts of the buttons with which a seed is chosen."""
         return self.texts(f"{VIEWER} [data-onediff-seed]")
 
     def drawn(self, name: str) -> str:
-        """The address of the viewer's "left", "right" or "difference" image, once it is loaded."""
+        """The URL of the viewer's "left", "right" or "difference" image, once it is loaded."""
         selector = f"{VIEWER} img[data-onediff-image={name}]"
         return self.page.wait(lambda: self.page.run(LOADED, selector), f"the {name} image", 20)
 
     def names(self) -> list[str]:
-        """The visible names above the picture."""
+        """The visible names of the sides above the image."""
         return self.page.run(NAMES)
 
     def split(self) -> tuple[float, float, str]:
-        """The percentage of the picture that shows the left image: by the slider's value, by the place of the divider,
-        and in the text for screen readers."""
+        """The percentage of the frame that shows the left image, three times: the slider's value, the position of the
+        divider, and the text for screen readers."""
         return tuple(self.page.run(SPLIT))
 
     def rows(self) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""The demo in a process of its own, as a user starts it."""
+"""The demo in a process of its own."""
 from __future__ import annotations
 
 import contextlib
@@ -23,9 +23,11 @@ from unittest import mock
 from busy import attempts, patience
 
 ROOT = Path(__file__).resolve().parents[2]
+# The demo's command line, as for a user; and with A1111's REST API added, for tests.
 AS_A_USER = [sys.executable, "-m", "lib_onediff.demo"]
 WITH_REST = [sys.executable, str(Path(__file__).with_name("demo_rest.py"))]
-# Not what follows it: where nothing is buffered, print writes a line and its end apart, and a thread may write between.
+# The demo's address in its output. It does not include the end of the line: without buffering, print writes that
+# separately, and another thread may write between the two.
 ADDRESS = re.compile(r"http://(?:\[[\w:]+\]|[\w.-]+):\d+")
 SECONDS_TO_START = 180
 
@@ -35,7 +37,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-# What a host imports. The rest of diffusers it imports when it is first asked for.
+# The modules that the demo imports. It imports the rest of diffusers when it first needs them.
 IMPORTED = ["demo_rest", "lib_onediff.demo.server", "lib_onediff.demo.models", *(
     f"diffusers.pipelines.{name}.pipeline_{name}" for name in ("stable_diffusion", "stable_diffusion_xl")
 )]
@@ -56,7 +58,8 @@ def forking() -> Any:
 
 
 def become_host(arguments: list[str], environment: dict[str, str], output: str) -> NoReturn:
-    """Called in the new process: run the command line and end the process. output: a pipe's path."""
+    """Run the demo's command line in this process, a fork, and end the process. output: the path of a pipe for its
+    output."""
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None
@@ -179,7 +182,7 @@ class Ended:
 
 
 def run_to_end(*arguments: str, from_nothing: bool = False) -> Ended:
-    """Run the demo with arguments that it must refuse."""
+    """Run the demo with arguments that it must refuse, until it ends. from_nothing: see HostProcess."""
     host = HostProcess(*arguments, from_nothing=from_nothing)
     returncode = host.process.wait(SECONDS_TO_START * patience())
     host.reader.join()
