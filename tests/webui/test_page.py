@@ -27,7 +27,7 @@ from webui_page import (
 
 from lib_onediff.ui.presets import BALANCED, PRESETS
 
-# Holds back the answer to the page's next request for 9 s, and collects each sentence "This run: ..." that the accordion
+# Holds back the answer to the page's next request for 9 s. Collects each sentence "This run: ..." that the accordion
 # shows, because one of them may be there for a moment only.
 LATE = """
 const real = window.fetch;
