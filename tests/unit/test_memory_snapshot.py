@@ -60,7 +60,7 @@ def test_gives_back_returns_the_bytes_by_which_all_pools_shrink_without_the_remo
 
 
 def test_the_memory_of_each_of_2000_graphs_in_one_pool_is_found_within_a_second() -> None:
-    """The Cache page shows this memory in each row. Comparing each graph with all others took 6 seconds."""
+    """The Cache page shows this memory in each row. Searching all graphs for each row took 6 seconds."""
     shapes = keys(2000)
     snapshot = MemorySnapshot(0, [SharedMemory(1 << 30, [HeldGraph(key, 1 << 20, 0) for key in shapes])])
     began = time.process_time()

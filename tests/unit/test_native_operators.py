@@ -1,4 +1,5 @@
-"""NativeOperators against torch's, with images in any memory format; and our attention to few keys against float64."""
+"""NativeOperators, which use our Triton kernels, against torch's operators, with images in any memory format; and our
+kernel for attention over few keys against float64."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -63,10 +64,11 @@ def layer(*shape: int, biased: bool = True) -> LayerWeights:
 
 
 @IN_ANY_FORMAT
-def test_operators_on_images_in_any_memory_format_are_close_to_torchs(
+def test_operators_on_images_in_any_memory_format_are_close_to_the_torch_operators(
     native: NativeOperators, form: Callable[[Tensor], Tensor]
 ) -> None:
-    """Group norm, addition of a residual, resize, and conversion to tokens. No input is written to."""
+    """Group norm, addition of a residual, resize, and conversion to tokens; none of them writes to its input. form:
+    gives an image this memory format, with equal values."""
     image = random(2, 24, 5, 6)
     other = random(2, 24, 5, 6)
     bias = random(24)
@@ -86,7 +88,8 @@ def test_operators_on_images_in_any_memory_format_are_close_to_torchs(
 def test_operators_on_a_virtual_concatenation_are_close_to_those_on_a_real_one(
     native: NativeOperators, form: Callable[[Tensor], Tensor]
 ) -> None:
-    """concatenate() keeps both images, which the group norm and the pointwise convolution read without a copy."""
+    """concatenate() returns both images without a copy, and the group norm and the pointwise convolution read both. The
+    reference is torch's operators on torch.cat()."""
     image = random(2, 40, 5, 6)
     skip = random(2, 24, 5, 6)
     beside = native.concatenate(form(image), form(skip))
@@ -101,10 +104,11 @@ def test_operators_on_a_virtual_concatenation_are_close_to_those_on_a_real_one(
 
 
 @grid(kind=list(product([(1, 32), (1, 20), (2, 32)], [False, True])), form=list(FORMATS), biased=[True, False])
-def test_a_convolution_is_close_to_torchs_in_any_memory_format(
+def test_a_convolution_is_close_to_that_of_torch_in_any_memory_format(
     native: NativeOperators, kind: tuple[tuple[int, int], bool], form: str, biased: bool
 ) -> None:
-    """kind: ((stride, output channels), whether the padding is circular). The weight is contiguous or channels-last."""
+    """kind: ((stride, output channels), whether the padding is circular). form: the memory format of the image. The
+    weight is contiguous and then channels-last."""
     (stride, channels), circular = kind
     shape = Convolution("convolution", 12, channels, 3, stride, 1, circular)
     image = random(2, 12, 7, 6)
@@ -116,7 +120,8 @@ def test_a_convolution_is_close_to_torchs_in_any_memory_format(
     assert relative_error(native.convolution(given, arranged, shape), expected) < CLOSE
 
 
-def test_operators_on_tokens_that_are_not_contiguous_are_close_to_torchs(native: NativeOperators) -> None:
+def test_operators_on_tokens_that_are_not_contiguous_are_close_to_the_torch_operators(native: NativeOperators) -> None:
+    """Layer norm of a residual, additions to the residual, and GEGLU."""
     tokens = random(24, 14, 2).permute(2, 1, 0)[:, 3:10]
     hidden = random(2, 7, 96)[..., ::2]
     norm = LayerNorm("norm", 24, 1e-5)
@@ -135,11 +140,11 @@ def test_operators_on_tokens_that_are_not_contiguous_are_close_to_torchs(native:
 
 
 @pytest.mark.parametrize(("dtype", "kept"), list(product([torch.float32, torch.float16], repeat=2)), ids=str)
-def test_a_transformer_blocks_operators_are_close_to_torchs_in_float32(
+def test_the_operators_of_a_transformer_block_are_close_to_torch_operators_in_float32(
     native: NativeOperators, dtype: torch.dtype, kept: torch.dtype
 ) -> None:
-    """Modulated norms, gated additions, GELU, and split heads with norms and rotary embeddings. kept: the dtype of the
-    residual."""
+    """Modulated norms, gated additions, GELU, and split heads with norms and rotary embeddings. dtype: of the weights
+    and the other inputs. kept: of the residual."""
     tokens = random(2, 7, 48).to(kept)
     hidden = random(2, 7, 48).to(dtype)
     gate = random(2, 48).to(dtype)
@@ -185,9 +190,10 @@ SHAPES = {
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("kind", SHAPES)
-def test_attention_over_few_keys_is_close_to_exact(kind: str, dtype: torch.dtype) -> None:
-    """The bound is one rounding of the softmax's weights to the half type. Tensors whose heads are not side by side in
-    memory are not for this kernel."""
+def test_attention_over_few_keys_is_close_to_float64(kind: str, dtype: torch.dtype) -> None:
+    """kind: a key of SHAPES, which has the shape of the query and the number of keys. The bound allows the softmax's
+    weights to be rounded once to the half type. The kernel needs the heads of a token side by side in memory, which
+    heads_lie_beside() finds out."""
     if dtype == torch.bfloat16 and DEVICE.type == "cpu":
         pytest.skip("Triton's interpreter multiplies bfloat16 by its bits")
     query, keys = SHAPES[kind]
@@ -204,13 +210,15 @@ def test_attention_over_few_keys_is_close_to_exact(kind: str, dtype: torch.dtype
     [(width, config) for width, kernel in ((64, ATTENTION), (80, WIDE_ATTENTION))
      for config in ends([config for config in kernel.candidates if config != LIBRARY])], ids=str,
 )
-def test_attention_is_close_to_exact_with_every_launch_config(width: int, config: LaunchConfig) -> None:
+def test_attention_is_close_to_float64_with_every_launch_config(width: int, config: LaunchConfig) -> None:
+    """width: of a head; 64 and 80 have different kernels. On a CPU, only the first and the last config of each are
+    tested."""
     inputs = inputs_of(random_on(DEVICE, torch.float16), (1, 2, 70, width), (1, 2, 154, width))
     assert relative_error(attention(*inputs, config).double(), exact_attention(*inputs)) < ROUNDING[torch.float16]
 
 
 def test_attention_does_not_overflow_with_large_scores() -> None:
-    """Scores of thousands, whose exponentials float16 cannot hold."""
+    """The scores are in the thousands, and float16 overflows for their exponentials. The reference is in float64."""
     query, key, value = inputs_of(random_on(DEVICE, torch.float16), (1, 1, 20, 64), (1, 1, 77, 64))
     inputs = 60 * query, 60 * key, value
     assert relative_error(attention(*inputs).double(), exact_attention(*inputs)) < 2e-3
@@ -220,7 +228,8 @@ def test_attention_does_not_overflow_with_large_scores() -> None:
 def test_the_gated_product_is_not_used_for_a_weight_that_is_not_contiguous(
     transposed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A weight may be replaced by a view whose rows are not contiguous."""
+    """The gated product is a kernel that reads contiguous rows of a weight. An extension may replace the weight by a
+    view whose rows are not contiguous (transposed). In both cases, the output must be close to the one in float64."""
     used: list[bool] = []
     product = products.exact_gated_product
     monkeypatch.setattr(products, "exact_gated_product", lambda *given: used.append(True) or product(*given))

@@ -1,5 +1,5 @@
-"""An operand is made by a list of steps, from the stored weight, in few bits or plain, to the tensor that a kernel
-takes."""
+"""Operands: weights and biases in the form in which kernels read them. At each read, a list of steps makes them from
+the stored weight, which is plain or quantized: steps cast, decode, stream or replace it."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ FLAT = Format("GGUF", ())
 
 
 class File:
-    """Reads the layers of Stored, as a host's reader does."""
+    """Reads the stored weights of network()'s layers, as a host's reader does those of its own quantized layers."""
 
     def weight(self, layer: nn.Module, path: str = "") -> StoredWeight | None:
         return layer.__dict__.get("stored")
@@ -70,7 +70,11 @@ def turned_back(values: Tensor, scales: Sequence[Tensor], dtype: torch.dtype) ->
 
 
 def stored_weight(kind: str, rows: int, by_rows: bool = False) -> StoredWeight:
-    """A stored weight of random numbers, (rows, WIDTH). by_rows: with a scale for each row."""
+    """A quantized weight (rows, WIDTH) of random numbers.
+
+    kind: a key of BY_ROWS, or "flat". Kernels multiply int8 and fp8 as they are; "turned" is rotated by ConvRot;
+    "decoded" and "flat" must be decoded. by_rows: whether each row has a scale.
+    """
     numbers = torch.randint(-50, 50, (rows, WIDTH)).float()
     values = numbers.to(TYPES.get(kind, torch.int8))
     scale = torch.rand(rows, 1) if by_rows else torch.rand(())
@@ -82,7 +86,8 @@ def stored_weight(kind: str, rows: int, by_rows: bool = False) -> StoredWeight:
 
 
 def network(*kinds: str | None, by_rows: bool = False) -> nn.Module:
-    """Two layers over one input, each stored in this format, or plain (None)."""
+    """Two layers with the same input, and a third one. kinds: of the first two; see stored_weight. None: not
+    quantized."""
     root = nn.Module()
     for name, rows, kind in zip(NAMES, ROWS, kinds, strict=True):
         layer = nn.Linear(WIDTH, rows)
@@ -95,7 +100,7 @@ def network(*kinds: str | None, by_rows: bool = False) -> nn.Module:
 
 
 def layout() -> Any:
-    """The layout of network, with both layers in one product."""
+    """The layout of network(), in which one product computes the first two layers (fused as "both")."""
     leaves = [Linear(name, WIDTH, rows) for name, rows in zip((*NAMES, "plain"), (*ROWS, WIDTH), strict=True)]
     fused = FusedLinear("both", tuple(leaves[:2]))
     return SimpleNamespace(
@@ -129,8 +134,9 @@ APART = (("flat", "flat"), ("flat", None), ("int8", "fp8"), ("int8", None), ("fp
 @pytest.mark.parametrize("by_rows", [False, True])
 @pytest.mark.parametrize("kinds", [*TOGETHER, *APART], ids=str)
 def test_layers_with_the_same_input_become_one_operand_however_each_is_stored(kinds: Any, by_rows: bool) -> None:
-    """kinds: the stored format of each of two layers (None: not quantized). ALIKE: multiplied in their format; APART:
-    joined when they are read, as their values cannot be adjacent. by_rows: a scale for each row."""
+    """The operand must equal the decoded weights of both layers, concatenated. Kernels multiply those in ALIKE in their
+    stored format. Those in APART cannot be adjacent in memory, and are joined at each read. kinds: see network.
+    by_rows: whether each row has a scale."""
     root = network(*kinds, by_rows=by_rows)
     expected = torch.cat([dense(root.get_submodule(name)) for name in NAMES])
     bias = torch.cat([root.get_submodule(name).bias for name in NAMES])
@@ -156,7 +162,8 @@ def test_layers_with_the_same_input_become_one_operand_however_each_is_stored(ki
 
 
 def test_quantized_members_with_one_scale_or_one_for_each_row_are_joined() -> None:
-    """Not if one is rotated or not quantized."""
+    """Members are the layers that one product computes. quantized() joins them, or returns None if one is rotated or
+    not quantized."""
     members = [stored_weight("int8", 4, by_rows=True), stored_weight("int8", 2)]
     values = torch.cat([member.values for member in members])
     joint = quantized(values, members, [member.scales for member in members])
@@ -172,8 +179,8 @@ def test_quantized_members_with_one_scale_or_one_for_each_row_are_joined() -> No
 
 @pytest.mark.parametrize("kinds", APART, ids=str)
 def test_weights_that_are_not_adjacent_are_joined_when_they_are_read(kinds: Any) -> None:
-    """A graph captures the reading. A fused copy made before would be freed, and edits of the weights would not be
-    seen."""
+    """A CUDA graph captures the joining, so that a replay has later edits, such as that of a bias here. A joined copy
+    from before the capture would be freed, and would not change with the weights."""
     root = network(*kinds)
     operands = operands_of(bound_to(root))
     root.second.bias += 1
@@ -182,8 +189,9 @@ def test_weights_that_are_not_adjacent_are_joined_when_they_are_read(kinds: Any)
     assert torch.equal(operands.bias("both"), bias)
 
 
-def test_a_decoded_weight_is_made_once_for_two_reads_in_a_row_and_anew_later() -> None:
-    """Reads of other operands are between the later ones."""
+def test_a_weight_is_decoded_once_for_two_reads_in_a_row_and_again_after_other_reads() -> None:
+    """The stored values are edited before the reads of two other operands; after these, the decoded weight has the
+    edit."""
     root = network("decoded", "decoded")
     operands = operands_of(bound_to(root))
     first = operands["both"].weight
@@ -194,8 +202,8 @@ def test_a_decoded_weight_is_made_once_for_two_reads_in_a_row_and_anew_later() -
 
 
 def test_a_weight_that_a_later_step_replaces_is_not_decoded() -> None:
-    """steps_of: what is done to a stored weight when it is read, in order. applied_to has a weight changed by a host's
-    function."""
+    """A function of the host has changed the weight (see applied_to), and its result replaces the stored weight in a
+    later step of steps_of()."""
     root = network("decoded", "decoded")
     binding = bound_to(root)
     stored = binding.weights()
@@ -207,7 +215,7 @@ def test_a_weight_that_a_later_step_replaces_is_not_decoded() -> None:
 
 
 def in_order(operands: Operands) -> list[Tensor]:
-    """Everything that a forward reads, layer after layer, with all numbers."""
+    """Copies of all weights, scales and biases that a forward reads, layer after layer."""
     found: list[Tensor] = []
     for name in ("both", "plain"):
         operand = operands[name]
@@ -218,11 +226,12 @@ def in_order(operands: Operands) -> list[Tensor]:
 
 @pytest.mark.parametrize("copy_stream", [EarlyCopyStream, LateCopyStream])
 @pytest.mark.parametrize("kinds", [*ALIKE, ("decoded", "decoded"), ("flat", "flat"), ("flat", None)], ids=str)
-def test_weights_streamed_from_main_memory_give_equal_operands(
+def test_weights_streamed_from_main_memory_give_the_operands_of_weights_on_the_gpu(
     kinds: Any, copy_stream: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """lies_away makes every weight seem to be in main memory. copy_stream copies them as early or as late as the order
-    allows. After scales were edited, the next forward has the new ones."""
+    """lies_away() is replaced, so that every weight counts as being in main memory. copy_stream: whether it copies
+    weights as early or as late as the schedule allows. The second forward must have the scales that were edited after
+    the first."""
     root = network(*kinds, by_rows=True)
     expected = in_order(operands_of(bound_to(root)))
     for module in (binding_module, streaming_module):
@@ -244,7 +253,7 @@ def test_weights_streamed_from_main_memory_give_equal_operands(
 
 
 def operands_of_resident(root: nn.Module) -> Operands:
-    """The operands of a network without weights in main memory."""
+    """The operands of a network whose weights are all on the GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(binding_module, "lies_away", lambda parameter, device: False)
         return operands_of(bound_to(root))
@@ -252,6 +261,7 @@ def operands_of_resident(root: nn.Module) -> Operands:
 
 @pytest.mark.parametrize("kinds", [("int8", "int8"), ("flat", "int8")], ids=str)
 def test_unbinding_gives_every_tensor_its_own_memory_and_equal_values_again(kinds: Any) -> None:
+    """Binding puts the biases of both layers in one tensor, and their weights as well if these have the same format."""
     root = network(*kinds)
     before = [tensor.clone() for tensor in File().tensors(list(root.children()))]
     binding = bound_to(root)
@@ -273,8 +283,9 @@ def test_layers_of_one_operand_in_two_dtypes_are_refused_unless_one_is_quantized
 
 @pytest.mark.parametrize("edit", ["values", "scale", "bias"])
 def test_an_edit_in_place_changes_the_digests_of_weights(edit: str) -> None:
-    """identity() belongs to a verdict, checkpoint() to measured errors; the checkpoint's digest only covers biases and
-    norms. The same numbers in another format are another identity, too."""
+    """identity() covers all weights: the result of a check against the host is stored under it. checkpoint() covers
+    only biases and norms: measured errors of 8-bit formats are stored under it. The same numbers in another format also
+    change identity()."""
     root = network("int8", "int8")
     traits = HostTraits(stored=File())
     bound = BoundNetwork(root, lambda module: layout(), traits)
@@ -297,6 +308,8 @@ def test_an_edit_in_place_changes_the_digests_of_weights(edit: str) -> None:
 
 @pytest.mark.parametrize("is_scaled", [False, True])
 def test_low_rank_of_rows_has_only_the_loras_that_add_to_these_rows(is_scaled: bool) -> None:
+    """LowRank holds the LoRAs of a fused layer, each of which adds to some of its rows. Of three, the first has rank 1,
+    and the other two, with ranks 2 and 3, add to the same rows. is_scaled: whether each has a scale."""
     x, down = torch.randn(2, WIDTH), torch.randn(6, WIDTH)
     ups = ((0, torch.randn(4, 1)), (4, torch.randn(2, 2)), (4, torch.randn(2, 3)))
     scales = tuple(torch.rand(3)) if is_scaled else ()
@@ -317,7 +330,7 @@ def plain(weight: Tensor) -> dict[str, LayerWeights]:
 
 
 def computing_in_half() -> Any:
-    """As much of a binding as steps_of reads."""
+    """A stand-in for a float16 binding, with the attributes that steps_of() reads."""
     return SimpleNamespace(dtype=HALF, layers=SimpleNamespace(formats={}))
 
 
@@ -330,7 +343,8 @@ def applied_to(dtype: torch.dtype = HALF, **found: dict[str, Tensor]) -> Applied
     return applied
 
 
-def test_weights_changed_by_the_webuis_functions_are_not_cast_again() -> None:
+def test_weights_changed_by_functions_of_the_webui_are_not_cast_again() -> None:
+    """Their results are already in the model's dtype, and become the operand as they are."""
     changed, bias = torch.full((2, 3), 7, dtype=HALF), torch.zeros(2, dtype=HALF)
     before = plain(torch.ones(2, 3))
     applied = applied_to(weights={"layer": changed}, biases={"layer": bias})
@@ -339,7 +353,8 @@ def test_weights_changed_by_the_webuis_functions_are_not_cast_again() -> None:
 
 
 def test_a_copy_in_eight_bits_replaces_the_weight_and_its_loras() -> None:
-    """alone: the layers that are read in 8 bits only, whose weight is not cast."""
+    """Low-bit has quantized the weight with the LoRA merged into it. alone: layers of which only the copy in 8 bits is
+    read, so that the operand has no values in float16."""
     low_bit = (QuantizedWeight(torch.ones(2, 3, dtype=torch.int8), torch.ones(1, 1)),)
     for alone in (frozenset[str](), frozenset({"layer"})):
         last = WithLowBit({"layer": low_bit}, {}, HALF, alone)
@@ -350,7 +365,7 @@ def test_a_copy_in_eight_bits_replaces_the_weight_and_its_loras() -> None:
 
 
 def test_a_weight_read_twice_in_a_row_is_cast_once_and_reading_its_bias_casts_nothing() -> None:
-    """Cast leaves vectors, such as norms and biases, as they are unless vectors=True."""
+    """Cast does not change the dtype of vectors, such as norms and biases, unless vectors=True."""
     before = {**plain(torch.ones(2, 3)), "norm": LayerWeights(torch.ones(3), torch.ones(3))}
     operands = Operands(before, [Cast(HALF)])
     first = operands["layer"].weight

@@ -1,4 +1,4 @@
-"""How long pre-warming a size takes, estimated from other sizes, and how durations are written."""
+"""Estimates of how long pre-warming a size takes, from the times of other sizes; and how durations are written."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ from lib_onediff.ui.amounts import duration, minutes_or_hours
 
 
 def warm_up_after(*images: tuple[str, float]) -> WarmUp:
-    """A WarmUp after images of SD1: their resolution, and the milliseconds of a step with two latents."""
+    """A WarmUp after images of SD1. images: (resolution, milliseconds of a step with two latents)."""
     return warm_up_of([replace(ROW, resolution=resolution, step_ms=step) for resolution, step in images])
 
 
@@ -32,6 +32,8 @@ CALLS_OF_A_SIZE = 2 * sum(WEIGHTS.values()) - WEIGHTS[DECODING]
 
 
 def test_a_size_is_estimated_from_the_nearest_one_that_was_timed() -> None:
+    """Here 512x512. Half as many pixels take half as long; twice as many take 2 ** (1 + GROWTH) times as long. The
+    second value of an estimate says whether it is only a lower bound."""
     warmup = warm_up_after(("64x64", 600.0), ("512x512", 2000.0))
     half = Size(512, 256)
     double = Size(1024, 512)
@@ -40,9 +42,9 @@ def test_a_size_is_estimated_from_the_nearest_one_that_was_timed() -> None:
     assert found[double] == (pytest.approx(CALLS_OF_A_SIZE * 1.0 * 2 ** (1 + GROWTH)), False)
 
 
-def test_nothing_is_extrapolated_far_beyond_what_was_timed() -> None:
-    """After one image of 64x64 with a step of 0.6 s, 512x512 was estimated at 36 minutes. It is only known that it
-    takes longer than 128x128."""
+def test_the_estimate_of_a_size_far_above_the_timed_ones_is_only_a_lower_bound() -> None:
+    """After one image of 64x64 with a step of 0.6 s, 512x512 was once estimated at 36 minutes. Now it gets the estimate
+    of 128x128, as a lower bound (is_least)."""
     warmup = warm_up_after(("64x64", 600.0))
     found = warmup.estimates([Size(128, 128), Size(512, 512)])
     assert found[Size(512, 512)] == (found[Size(128, 128)].seconds, True)
@@ -50,7 +52,7 @@ def test_nothing_is_extrapolated_far_beyond_what_was_timed() -> None:
 
 
 def test_an_image_of_a_size_that_cannot_be_pre_warmed_breaks_no_estimate() -> None:
-    """Such as one that was enlarged beyond the largest size."""
+    """Such as 512x5120, an image that was enlarged beyond the largest size."""
     known = warm_up_after(("512x512", 2000.0)).estimates([Size(512, 512)])
     assert warm_up_after(("512x512", 2000.0), ("512x5120", 9000.0)).estimates([Size(512, 512)]) == known != {}
 
@@ -59,7 +61,7 @@ def test_without_a_measurement_nothing_is_estimated() -> None:
     assert warm_up_after().estimates([Size(512, 512)]) == {}
 
 
-def test_rows_of_other_models_and_of_the_vae_say_nothing() -> None:
+def test_rows_of_other_models_of_the_vae_and_without_times_give_no_estimate() -> None:
     other = replace(ROW, model="SDXL")
     decode = replace(ROW, shapes=(replace(SHAPE, tokens=0),))
     assert warm_up_of([other, decode, replace(ROW, step_ms=None)]).estimates([Size(512, 512)]) == {}
@@ -70,5 +72,6 @@ def test_rows_of_other_models_and_of_the_vae_say_nothing() -> None:
     (36000.0, "10 h"), (100000.0, "28 h"),
 ])
 def test_long_durations_are_in_minutes_or_hours(took: float, said: str) -> None:
+    """took: seconds. said: the text of duration(). minutes_or_hours() gives the same text from 2 minutes on."""
     assert duration(took) == said
     assert minutes_or_hours(max(took, 120.0)) == (said if took >= 120.0 else "2 min")

@@ -1,4 +1,10 @@
-"""Products with weights stored in eight bits, against the hosts' rule written out with numpy and Python's integers."""
+"""Products with weights that are stored in 8 bits, by torch's operators, against the hosts' rule in numpy.
+
+The hosts' rule for an INT8 weight: each row of the input is divided by its scale (its largest absolute value / 127) and
+rounded to integers; the product of integers is multiplied by the scales of the row and of the weight.
+rotation: the group size of ConvRot, which rotates the weight and the rows of the input first; 0: none.
+one_scale: whether the weight has one scale instead of one for each row.
+"""
 from __future__ import annotations
 
 import numpy
@@ -23,7 +29,7 @@ def stored(
     width: int = WIDTH, out: int = OUT, rotation: int = 0, one_scale: bool = False, bias: bool = True,
     dtype: torch.dtype = torch.float32, seed: int = 0,
 ) -> LayerWeights:
-    """A layer whose weight exists in INT8 alone."""
+    """A layer with random numbers whose weight exists in INT8 only."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(-128, 128, (out, width), generator=generator, dtype=torch.int8)
     scales = torch.rand((1, 1 if one_scale else out), generator=generator) / 1000 + 1e-4
@@ -39,8 +45,8 @@ def dense(weight: QuantizedWeight) -> Tensor:
 
 
 def block_diagonal(width: int, group: int) -> Tensor:
-    """The rotation of a row of this width, in float64. A sign changes for each base-4 digit at which the two indices
-    add up to 3."""
+    """ConvRot's rotation of a row of this width, in float64: a matrix of signs / sqrt(group) in each block. The sign
+    changes for each base-4 digit at which the two indices add up to 3."""
     digits = (group.bit_length() - 1) // 2
 
     def sign(row: int, column: int) -> int:
@@ -53,7 +59,7 @@ def block_diagonal(width: int, group: int) -> Tensor:
 
 
 def by_the_rule(x: Tensor, layer: LayerWeights) -> numpy.ndarray:
-    """The host's product in float32, with Python's integers."""
+    """The product of a layer by the hosts' rule in float32, with exact sums of 64-bit integers."""
     [weight] = layer.low_bit
     rows = x.reshape(-1, x.shape[-1])
     if weight.rotation:
@@ -67,11 +73,11 @@ def by_the_rule(x: Tensor, layer: LayerWeights) -> numpy.ndarray:
 
 
 @grid(rotation=[0, 4, 16, 64, 256], one_scale=[False, True], bias=[True, False], width=[512, 256])
-def test_a_product_of_torchs_operators_equals_the_hosts_rule(
+def test_a_product_with_an_int8_weight_equals_the_product_by_the_hosts_rule(
     rotation: int, one_scale: bool, bias: bool, width: int
 ) -> None:
-    """by_the_rule computes it with numpy and Python's integers. With a rotation it is close, because sums in another
-    order may move a number across the middle between two integers. The decoded weight gives it within 2 %."""
+    """The reference is by_the_rule(), in numpy. With a rotation, the products are only close: sums in another order may
+    round a number to the next integer. Both must be within 2 % of the product with the decoded weight in float64."""
     layer = stored(width, rotation=rotation, one_scale=one_scale, bias=bias)
     x = torch.randn(2, ROWS, width)
     x[0, 0] = 0
@@ -88,8 +94,11 @@ def test_a_product_of_torchs_operators_equals_the_hosts_rule(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rotation", [0, 256])
-def test_in_half_precision_the_inputs_quotient_by_its_scale_is_rounded_too(dtype: torch.dtype, rotation: int) -> None:
-    """As the host's division of tensors in the model's dtype does, before it rounds to integers."""
+def test_in_half_precision_input_divided_by_scale_is_first_rounded_to_its_dtype(
+    dtype: torch.dtype, rotation: int
+) -> None:
+    """The host divides tensors in the model's dtype, which rounds the quotient, before it rounds to integers. The
+    product must be within 3 % of the one with the decoded weight in float64."""
     layer = stored(rotation=rotation, dtype=dtype)
     x = torch.randn(3, WIDTH).to(dtype)
     x[1] = 0
@@ -104,7 +113,8 @@ def test_in_half_precision_the_inputs_quotient_by_its_scale_is_rounded_too(dtype
 @pytest.mark.parametrize("rows", [1, 5, 40])
 @pytest.mark.parametrize("width", [24, 1024, 3000])
 def test_products_of_integers_are_exact(rows: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With torch's int8 product, where it has one, and without. The first rows have the largest sum."""
+    """By torch's own int8 product, if it has one for this device, and by the fallback. The first rows, which are all
+    -128, have the largest possible sum."""
     left, right = (torch.randint(-128, 128, (count, width), dtype=torch.int8) for count in (rows, 17))
     left[0] = -128
     right[0] = -128
@@ -115,6 +125,8 @@ def test_products_of_integers_are_exact(rows: int, width: int, monkeypatch: pyte
 
 
 def test_a_product_in_pieces_of_rows_equals_one_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large products are computed in pieces of PIECE numbers, to save memory; here in pieces of 4 rows, the last of
+    1."""
     layer = stored(rotation=256)
     x = torch.randn(33, WIDTH)
     whole = torch_ops.linear(x, layer)
@@ -124,7 +136,9 @@ def test_a_product_in_pieces_of_rows_equals_one_of_all_rows(monkeypatch: pytest.
 
 @pytest.mark.parametrize("one_scale", [True, False])
 @pytest.mark.parametrize("values", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_a_float8_weight_is_decoded_and_the_input_not_rounded(values: torch.dtype, one_scale: bool) -> None:
+def test_a_float8_weight_is_decoded_and_its_input_is_not_quantized(values: torch.dtype, one_scale: bool) -> None:
+    """The reference is the product with the decoded weight in float64. A quantized input would be further away than
+    1e-5."""
     weight = torch.randn(OUT, WIDTH).to(values)
     scales = torch.rand(1, 1 if one_scale else OUT) + 0.5
     layer = LayerWeights(torch.empty(OUT, WIDTH, device="meta"), torch.randn(OUT), (QuantizedWeight(weight, scales),))
@@ -134,8 +148,9 @@ def test_a_float8_weight_is_decoded_and_the_input_not_rounded(values: torch.dtyp
 
 
 @pytest.mark.parametrize("lora_is_scaled", [False, True])
-def test_the_input_is_not_rounded_if_the_layer_has_loras(lora_is_scaled: bool) -> None:
-    """As in the host, which adds the LoRAs to the decoded weight."""
+def test_the_input_is_not_quantized_if_the_layer_has_loras(lora_is_scaled: bool) -> None:
+    """The host adds LoRAs to the decoded weight, and multiplies without quantizing. The reference is in float64.
+    lora_is_scaled: whether the LoRA has a scale of 0.5."""
     down = torch.randn(4, WIDTH) / 20
     up = torch.randn(OUT, 4)
     scales = (torch.tensor(0.5),) if lora_is_scaled else ()
@@ -147,6 +162,8 @@ def test_the_input_is_not_rounded_if_the_layer_has_loras(lora_is_scaled: bool) -
 
 
 def test_every_operator_supports_layers_with_8_bit_weights() -> None:
+    """Gated additions, GEGLU, GELU and pointwise convolutions give the same as linear() with the other operation after
+    it."""
     x = torch.randn(2, ROWS, WIDTH)
     tokens = torch.randn(2, ROWS, OUT)
     gate = torch.randn(2, OUT)
@@ -171,6 +188,7 @@ def test_every_operator_supports_layers_with_8_bit_weights() -> None:
     (256, 512, torch.float8_e4m3fn, "a layer has ConvRot and is stored in float8_e4m3fn, not INT8"),
 ])
 def test_an_invalid_rotation_is_refused(group: int, width: int, values: torch.dtype, reason: str) -> None:
+    """group: the group size of the rotation. width: of the weight. values: the dtype of its stored numbers."""
     weight = QuantizedWeight(torch.zeros(OUT, width).to(values), torch.ones(1, 1), group)
     layer = LayerWeights(torch.empty(OUT, width, device="meta"), None, (weight,))
     with pytest.raises(Refusal, match=reason):

@@ -1,4 +1,4 @@
-"""A short run of the random edits' tool, and a test that the tool finds errors."""
+"""Short runs of the tool random_edits.py, and tests that the tool itself finds faults."""
 from __future__ import annotations
 
 import random
@@ -21,9 +21,9 @@ def options(*arguments: str) -> Any:
 
 
 @pytest.mark.parametrize("network", ["sdxl-graphs", "a1111", "anima"])
-def test_after_random_edits_every_output_is_close_to_the_hosts_and_most_are_ours(network: str) -> None:
-    """The tool edits a network at random between calls, and compares each output with the host's. report() is also
-    False if too few calls were ours."""
+def test_after_random_edits_every_output_is_close_to_the_host_output_and_most_are_ours(network: str) -> None:
+    """The tool edits a network at random between calls, and compares each output with that of the host's own forward.
+    report() is also False if OneDiff computed too few of the calls."""
     lines: list[str] = []
     tallies, failures = random_edits.run(
         options("--networks", network, "--kinds", KINDS, "--edits", "50", "--seed", "1"), lines.append
@@ -32,10 +32,11 @@ def test_after_random_edits_every_output_is_close_to_the_hosts_and_most_are_ours
     assert is_right and not failures, "\n".join(lines)
 
 
-@pytest.mark.parametrize("broken", ["a change that is not seen", "an answer a little off"])
+@pytest.mark.parametrize("broken", ["a change that is not seen", "an output a little off"])
 def test_the_tool_finds_a_planted_fault(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A changed module that counts as unchanged, and outputs that are off by 3e-5."""
-    if broken == "an answer a little off":
+    """broken: the fault that is planted in OneDiff. Either a changed module counts as unchanged, or each output of ours
+    has a relative error of 3e-5."""
+    if broken == "an output a little off":
         monkeypatch.setattr(Runtime, "run", lambda *given, run=Runtime.run, **more: 1.00003 * run(*given, **more))
     else:
         monkeypatch.setattr(Tree, "is_unchanged", lambda tree, root: True)
@@ -46,16 +47,18 @@ def test_the_tool_finds_a_planted_fault(broken: str, monkeypatch: pytest.MonkeyP
 
 
 def test_the_tool_fails_if_the_host_serves_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then no output of ours was tested."""
+    """In such a run, no output of ours was tested."""
     monkeypatch.setattr(Runtime, "run", lambda runtime, unet, call, host, *given, **more: host())
     lines: list[str] = []
     tallies, _ = random_edits.run(options("--networks", "sd1", "--kinds", "weights", "--edits", "4"), lines.append)
     assert not random_edits.report(tallies, 0, lines.append) and "too few calls" in lines[-1], lines
 
 
-def test_an_edit_plan_survives_text_and_is_shortened_to_its_failing_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan is the list of edits and calls of a run. It is printed as text, so that a failure can be run again;
-    `fails` here says that it fails with one edit in it."""
+def test_an_edit_plan_can_be_read_from_its_text_and_is_shortened_to_the_failing_edit(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan is the list of edits and calls of a run. It is printed as text, from which a failure can be run again.
+    Here, fails() is replaced: a plan fails if it contains one certain edit."""
     plan = random_plan(random.Random(0), random_edits.KINDS, 40)
     assert plan_of(text_of(plan)) == plan and len({step.edit.kind for step in plan if isinstance(step, Make)}) > 8
     culprit = [step for step in plan if isinstance(step, Make)][17]

@@ -1,4 +1,5 @@
-"""The table that users see, and how fast it is made."""
+"""The rows of the Cache page's table: which shapes belong to a row, what it shows of them, and that reading the rows
+does not wait for a call."""
 from __future__ import annotations
 
 import threading
@@ -21,7 +22,7 @@ SECONDS = 60
 def an_entry(
     width: int = 64, height: int = 64, batch: int = 2, tokens: int = 77, model: str = "SD1", **others: Any
 ) -> Entry:
-    """others: fields of the entry, or of its verdict."""
+    """An entry of the runtime's table. others: fields of the entry, or of its verdict."""
     call = UNetCall(
         latent=torch.empty(batch, 4, height // 8, width // 8), timestep=torch.empty(batch),
         context=torch.empty(batch, tokens, 48),
@@ -30,7 +31,7 @@ def an_entry(
     return Entry(ShapeKey.of(model, torch.float16, call), model=model, verdict=Verdict(**found), **others)
 
 
-def test_one_row_per_model_and_resolution_the_last_used_first() -> None:
+def test_each_model_and_resolution_has_one_row_and_the_last_used_row_comes_first() -> None:
     rows = rows_of([
         an_entry(64, 72, last_used=10), an_entry(64, 72, batch=1, last_used=40), an_entry(72, 64, last_used=20),
         an_entry(64, 72, model="SDXL", last_used=30), an_entry(64, 72, tokens=154, last_used=5),
@@ -42,8 +43,9 @@ def test_one_row_per_model_and_resolution_the_last_used_first() -> None:
 
 
 def test_a_row_has_the_best_state_and_the_latest_reason_of_its_shapes() -> None:
-    """States: "proved" is checked against the host, "ready" has a graph, too. The reason is that of the most recently
-    used shape that has one, even if another shape is ready."""
+    """The states from worst to best: "failed", "cold" (not checked yet), "proved" (checked against the host), "ready"
+    (has a graph as well). The reason is that of the most recently used shape that has one, even if another shape is
+    ready."""
 
     def row_of(*entries: Entry) -> ResolutionRow:
         (row,) = rows_of(entries)
@@ -68,6 +70,8 @@ def a_decode(model: str, batch: int, last_used: float) -> Entry:
 
 
 def test_decodes_and_encodes_are_in_the_row_of_the_model_at_their_resolution() -> None:
+    """They do not change when the row counts as last used. Without a model at this resolution, they have rows of their
+    own."""
     decodes = [a_decode("VAE decoder", 1, 50), a_decode("VAE encoder", 2, 10)]
     (row,) = rows_of([an_entry(64, 72, last_used=20), *decodes])
     assert (row.model, row.last_used) == ("SD1", 20)
@@ -76,7 +80,7 @@ def test_decodes_and_encodes_are_in_the_row_of_the_model_at_their_resolution() -
 
 
 def test_reading_the_rows_does_not_wait_for_a_call_in_progress(unet: nn.Module) -> None:
-    """Another thread holds the runtime's lock, as a call does."""
+    """Another thread holds the runtime's lock, as a call in progress does."""
     for _ in range(3):
         served(unet, a_call(unet))
     before = [row.bytes for row in runtime.rows()], runtime.totals().vram

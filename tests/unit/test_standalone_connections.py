@@ -1,4 +1,5 @@
-"""Connections to the demo: clients that send nothing, slowly or without end do not block others."""
+"""Connections to the demo's server: clients that send nothing, send slowly, or do not read do not block others. "Head"
+is the request line with the headers."""
 from __future__ import annotations
 
 import contextlib
@@ -25,7 +26,8 @@ GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 async def application(scope: Any, receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
-    """Responds with the number of bytes of the request's body; /stream with an endless response."""
+    """The application behind the server: its response is the number of bytes in the request's body. The response of
+    /stream never ends."""
     size = 0
     more = True
     while more:
@@ -43,7 +45,7 @@ async def application(scope: Any, receive: Callable[[], Any], send: Callable[[An
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """The port of a server with few connections and short time limits."""
+    """The port of a server that keeps at most 20 connections (MOST), with time limits of a second or less."""
     monkeypatch.setattr(connections, "SECONDS_FOR_HEAD", 1.0)
     monkeypatch.setattr(connections, "SECONDS_FOR_PART", 0.5)
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
@@ -92,8 +94,8 @@ WAITING = {"nothing": b"", "half a head": b"GET / HTTP/1.1\r\nHost: loc", "half 
 def test_250_idle_connections_do_not_block_a_request(
     port: int, sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server closes the oldest ones above MOST as new ones come; the time limits, which are longer here, close
-    none."""
+    """When new connections come, the server closes the oldest ones above MOST. The time limits are too long here to
+    close any. sent: what each of the 250 clients has sent before it waits."""
     monkeypatch.setattr(connections, "SECONDS_FOR_HEAD", 60.0)
     monkeypatch.setattr(connections, "SECONDS_FOR_PART", 60.0)
     with contextlib.ExitStack() as stack:
@@ -110,9 +112,9 @@ def test_250_idle_connections_do_not_block_a_request(
         assert MOST // 2 < len(left) <= MOST
 
 
-def test_idle_connections_are_closed_before_those_with_a_request(port: int) -> None:
-    """While 40 connections without a request come, a stream goes on: reading it ends only by the reader's own
-    timeout."""
+def test_connections_without_a_request_are_closed_before_those_with_one(port: int) -> None:
+    """A stream stays open while 40 connections without a request come: the client's own timeout ends its reading, and
+    not a closed connection."""
     with contextlib.ExitStack() as stack:
         stream = stack.enter_context(connect(port, GET.replace(b"/ ", b"/stream ")))
         assert stream.recv(4096).startswith(b"HTTP/1.1 200")
@@ -126,9 +128,9 @@ def test_idle_connections_are_closed_before_those_with_a_request(port: int) -> N
 
 
 @pytest.mark.parametrize("first", [b"", GET], ids=["at first", "after an answer"])
-def test_a_connection_whose_head_arrives_letter_by_letter_is_closed(port: int, first: bytes) -> None:
-    """first: a whole request before the slow one, on the same connection. Each letter comes in time, but the head as a
-    whole does not."""
+def test_a_connection_whose_head_arrives_byte_by_byte_is_closed(port: int, first: bytes) -> None:
+    """No byte is late, but the head as a whole takes longer than its time limit. first: a whole request that is sent
+    before the slow one on the same connection, or nothing."""
     with connect(port, first) as connection:
         if first:
             assert connection.recv(4096).startswith(b"HTTP/1.1 200")
@@ -141,8 +143,9 @@ def test_a_connection_whose_head_arrives_letter_by_letter_is_closed(port: int, f
 
 
 @pytest.mark.parametrize("at_once", [0, 200_000])
-def test_a_connection_whose_body_arrives_letter_by_letter_is_closed(port: int, at_once: int) -> None:
-    """at_once: bytes of the body that come at once. Each part of 64 KiB has a time limit."""
+def test_a_connection_whose_body_arrives_byte_by_byte_is_closed(port: int, at_once: int) -> None:
+    """Each part of 64 KiB of a body has a time limit. at_once: how many bytes of the body are sent at once before the
+    slow ones."""
     with connect(port, BODY + b"x" * at_once) as connection:
         began = time.monotonic()
         with pytest.raises(ConnectionError):
@@ -152,6 +155,7 @@ def test_a_connection_whose_body_arrives_letter_by_letter_is_closed(port: int, a
 
 
 def test_a_large_body_that_arrives_steadily_is_accepted(port: int) -> None:
+    """It takes a second, which is longer than the time limit of each part, 0.5 s here."""
     with connect(port, BODY) as connection:
         for _ in range(10):
             connection.sendall(b"x" * 100_000)
@@ -159,13 +163,13 @@ def test_a_large_body_that_arrives_steadily_is_accepted(port: int) -> None:
         assert b"1000000" in connection.recv(4096) + connection.recv(4096)
 
 
-def test_a_connection_without_a_request_is_closed(port: int) -> None:
+def test_a_connection_without_a_request_is_closed_after_the_time_limit(port: int) -> None:
     with connect(port) as connection:
         assert is_closed(connection)
 
 
-def test_a_hundred_nonsense_requests_log_only_a_few_lines(port: int) -> None:
-    """The last line says that others are left out."""
+def test_a_hundred_invalid_requests_log_only_a_few_lines(port: int) -> None:
+    """Each gets status 400. MOST_LINES lines are logged, of which the last says that further ones are left out."""
     lines: list[str] = []
     logger = logging.getLogger("uvicorn.error")
     few = FewLines()
@@ -183,7 +187,8 @@ def test_a_hundred_nonsense_requests_log_only_a_few_lines(port: int) -> None:
 
 
 def test_the_limit_of_connections_follows_the_limit_of_file_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some descriptors are left for other files: from 16 to 256 connections."""
+    """The limit is between 16 and 256, and leaves descriptors for other files and for connections that are being
+    accepted. files: the limit of descriptors. most: the limit of connections."""
     resource = pytest.importorskip("resource")
     for files, most in ((256, 64), (1024, 256), (100, 16), (resource.RLIM_INFINITY, 256)):
         monkeypatch.setattr(resource, "getrlimit", lambda kind, files=files: (files, files))

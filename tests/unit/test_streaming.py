@@ -1,7 +1,9 @@
-"""Streamed weights are there when they are read, and are never stale.
+"""Streaming: weights that the WebUI keeps in main memory are copied to the GPU while a forward runs. Each copy must be
+finished when the weight is read, and must not be stale.
 
-Both memories are the CPU's here, and a set of names decides which parameters count as being in main memory. Copies
-happen as early, or as late, as their marks allow.
+A schedule copies groups of layers (units) through a ring, a small buffer on the GPU. Here, both memories are the CPU's,
+and two_memories decides by name which parameters count as being in main memory.
+copy_stream: a stand-in that makes each copy as early, or as late, as the schedule's marks (events) allow.
 """
 from __future__ import annotations
 
@@ -39,8 +41,8 @@ CPU = torch.device("cpu")
 
 
 class TwoMemories:
-    """Decides which parameters are in main memory, by their names. alone: the number of matrices that were copied by
-    themselves, outside of the schedule of copies, because no unit named them."""
+    """Decides by the names of parameters which of them count as being in main memory. alone: the number of matrices
+    that were copied outside of the schedule, because no unit named them."""
 
     def __init__(self) -> None:
         self.is_away: Callable[[str], bool] = lambda name: True
@@ -57,7 +59,8 @@ class TwoMemories:
 
 @pytest.fixture
 def two_memories(pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch) -> TwoMemories:
-    """Weights are streamed through a ring of a few units, whose memory is filled with NaN at first."""
+    """Weights are streamed through a ring with room for a few units. It is filled with NaN first, so that reading a
+    weight that was not copied shows in the output."""
     found = TwoMemories()
     monkeypatch.setattr(streaming, "RING", 1 << 14)
     monkeypatch.setattr(streaming, "LEAST_CHUNK", 1 << 12)
@@ -85,7 +88,8 @@ def compiled_with(two_memories: TwoMemories, **options: Any) -> Any:
 
 
 def half(name: str) -> bool:
-    """Also half of the members of fused layers."""
+    """Whether a parameter is in main memory: half of them by chance, and each to_k, so that some fused layers are only
+    partly there."""
     return hash(name) % 2 == 0 or "to_k" in name
 
 
@@ -100,11 +104,11 @@ def is_close_to_host(unet: Any, call: Any) -> bool:
 
 @pytest.mark.parametrize("copy_stream", [EarlyCopyStream, LateCopyStream])
 @pytest.mark.parametrize("which", AWAY)
-def test_our_output_with_streamed_weights_is_close_to_the_hosts(
+def test_with_streamed_weights_our_output_is_close_to_the_output_of_the_host(
     two_memories: TwoMemories, copy_stream: type[EarlyCopyStream], which: str
 ) -> None:
-    """which: the weights in main memory. copy_stream: whether copies come as early or as late as their marks allow; a
-    wrong mark gives a wrong weight in one of them."""
+    """At two sizes, without a graph and with one. A wrong mark makes one of the two copy streams give a wrong weight.
+    which: the weights in main memory."""
     two_memories.copy_stream = copy_stream
     two_memories.is_away = AWAY[which]
     unet = compiled_with(two_memories)
@@ -114,8 +118,9 @@ def test_our_output_with_streamed_weights_is_close_to_the_hosts(
     assert two_memories.alone == 0
 
 
-def test_the_units_of_a_network_are_all_its_layers_and_a_cached_pass_has_fewer(two_memories: TwoMemories) -> None:
-    """A missing layer's matrix would be copied alone, outside of the schedule."""
+def test_the_units_of_a_full_pass_name_each_layer_once_and_a_cached_pass_has_fewer(two_memories: TwoMemories) -> None:
+    """The matrix of a layer that no unit names would be copied outside of the schedule. A cached pass of DeepCache
+    reads fewer layers."""
     layout = runtime.services.families.read(compiled_with(two_memories, deepcache_interval=2))
     whole = layout.units(None)
     shallow = layout.units(1)
@@ -127,10 +132,11 @@ def test_the_units_of_a_network_are_all_its_layers_and_a_cached_pass_has_fewer(t
 
 
 @pytest.mark.parametrize("copy_stream", [EarlyCopyStream, LateCopyStream])
-def test_a_cached_pass_of_deepcache_names_every_weight_that_it_reads(
+def test_the_units_of_a_cached_pass_name_every_weight_that_it_reads(
     two_memories: TwoMemories, copy_stream: type[EarlyCopyStream]
 ) -> None:
-    """A weight that its units do not name would be copied by itself (alone)."""
+    """A weight that no unit of DeepCache's cached pass names would be copied outside of the schedule (alone). The
+    outputs are compared with those of a UNet with equal weights that are not streamed."""
     two_memories.copy_stream = copy_stream
     options = {"deepcache_interval": 2, "deepcache_depth": 1}
     streamed = compiled_with(two_memories, **options)
@@ -138,7 +144,7 @@ def test_a_cached_pass_of_deepcache_names_every_weight_that_it_reads(
     times = range(981, 0, -90)
 
     def sample(unet: Any) -> list[torch.Tensor]:
-        """The outputs of a sampling, every second of which is of a cached pass."""
+        """The outputs of a sampling in which every second step is a cached pass."""
         calls = [replace(a_call(unet), timestep=torch.full((2,), float(time))) for time in times]
         before = lib_onediff.status()["deepcache"]["cached"]
         with lib_onediff.sampling(unet, times):
@@ -152,10 +158,11 @@ def test_a_cached_pass_of_deepcache_names_every_weight_that_it_reads(
 
 
 @pytest.mark.parametrize("copy_stream", [EarlyCopyStream, LateCopyStream])
-def test_no_edit_leaves_an_old_weight_in_the_ring(
+def test_after_each_kind_of_edit_no_old_weight_is_read_from_the_ring(
     two_memories: TwoMemories, copy_stream: type[EarlyCopyStream]
 ) -> None:
-    """Edits in place, in a way that torch does not count, by moving a parameter, and by replacing it."""
+    """Weights are edited in place, edited through .data (torch's version counter does not change), moved, and replaced.
+    After each edit, the output must be close to the host's."""
     two_memories.copy_stream = copy_stream
     unet = compiled_with(two_memories)
     call = a_call(unet)
@@ -183,7 +190,9 @@ def test_no_edit_leaves_an_old_weight_in_the_ring(
     assert two_memories.alone == 0
 
 
-def test_weights_are_copied_only_while_the_webui_keeps_them_in_main_memory(two_memories: TwoMemories) -> None:
+def test_weights_are_streamed_only_while_the_webui_keeps_them_in_main_memory(two_memories: TwoMemories) -> None:
+    """The WebUI moves all weights to main memory, then half of them, none, and half again. The output must be close to
+    the host's each time."""
     unet = compiled_with(two_memories)
     call = a_call(unet)
     for is_away in (lambda name: True, half, lambda name: False, half):
@@ -198,10 +207,10 @@ def test_weights_are_copied_only_while_the_webui_keeps_them_in_main_memory(two_m
 
 
 @pytest.mark.parametrize("copy_stream", [EarlyCopyStream, LateCopyStream])
-def test_after_a_forward_that_failed_in_the_middle_the_next_one_is_right(
+def test_after_a_forward_that_failed_in_the_middle_the_next_output_is_close_to_the_host(
     two_memories: TwoMemories, native_operators: StandInOperators, copy_stream: type[EarlyCopyStream]
 ) -> None:
-    """Copies that had begun must not be taken for those of the next forward."""
+    """Copies that the failed forward had begun must not be taken for those of the next forward."""
     two_memories.copy_stream = copy_stream
     unet = compiled_with(two_memories)
     call = a_call(unet)
@@ -214,11 +223,12 @@ def test_after_a_forward_that_failed_in_the_middle_the_next_one_is_right(
         assert is_close_to_host(unet, call)
 
 
-def test_buffers_for_copied_weights_are_not_counted_as_a_graphs_memory(
+def test_buffers_for_streamed_weights_are_not_counted_as_memory_of_a_graph(
     two_memories: TwoMemories, pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first call makes the buffers (whole: their bytes), the first one after release_memory makes them anew: the
-    graph's need is the same."""
+    """The need of a graph is measured as the peak memory of a call. In the first measured call, the buffers exist
+    already; after release_memory(), they are made during the measured call (whole: the bytes that it adds). Both needs
+    must be equal."""
     unet = compiled_with(two_memories)
     peaks = list[int]()
     network = runtime.services.networks.get(unet)
@@ -243,7 +253,7 @@ def test_buffers_for_copied_weights_are_not_counted_as_a_graphs_memory(
 
 
 def test_functions_of_other_extensions_run_with_streamed_weights(two_memories: TwoMemories) -> None:
-    """Here FreeU's, with which no native graph is used."""
+    """FreeU's functions here. With them, no CUDA graph is used. The output must be close to the host's with FreeU."""
     unet = compiled_with(two_memories)
     call = a_call(unet)
     for _ in range(3):
@@ -269,8 +279,8 @@ def test_streaming_keeps_no_parameter_of_a_deleted_network_alive(two_memories: T
 
 
 def test_no_chunk_of_the_ring_overwrites_a_chunk_that_is_still_to_be_read() -> None:
-    """A chunk may lie over an earlier one only if it waits for the units that read that one. All 300 random schedules
-    also cover all bytes."""
+    """A chunk is a part of the ring that one copy fills. It may overlap an earlier chunk only if its copy waits for the
+    units that read that one. Checked for 300 random schedules, whose chunks must also cover all bytes."""
     for seed in range(300):
         chance = random.Random(seed)
         sizes = [chance.choice((0, chance.randint(1, 60))) for _ in range(chance.randint(1, 60))]
@@ -291,7 +301,8 @@ def test_no_chunk_of_the_ring_overwrites_a_chunk_that_is_still_to_be_read() -> N
 
 @pytest.fixture
 def eight_bit_unet(on_a_gpu: StandInOperators, two_memories: TwoMemories) -> Any:
-    """A UNet in float16 whose host keeps all weights in main memory, and moves them itself."""
+    """A UNet in float16 that OneDiff computes with 8-bit copies only, while the host keeps all its weights in main
+    memory, from which it moves them itself."""
     from low_bit_builders import half_unet
 
     unet = half_unet()
@@ -306,7 +317,8 @@ def is_within_8_bit_rounding(unet: Any, call: Any) -> bool:
 
 
 def test_weights_kept_in_eight_bits_on_the_gpu_are_not_streamed(eight_bit_unet: Any) -> None:
-    """They are made once, and anew after an edit that torch does not count."""
+    """After an edit through .data, which torch's version counter does not show, the output must have the edited
+    weights."""
     from low_bit_builders import half_call
 
     call = half_call(eight_bit_unet)
@@ -326,10 +338,12 @@ def test_weights_kept_in_eight_bits_on_the_gpu_are_not_streamed(eight_bit_unet: 
         assert is_within_8_bit_rounding(eight_bit_unet, call)
 
 
-def test_the_webui_is_told_of_missing_memory_before_the_next_sampling(
+def test_the_next_sampling_at_a_size_begins_with_the_memory_that_the_last_one_lacked(
     two_memories: TwoMemories, pretended: PretendedGraphs
 ) -> None:
-    """So that it does not have to move weights off the GPU between two steps again."""
+    """In the first sampling at a size, a graph lacks memory, and OneDiff asks the WebUI to move weights off the GPU
+    between two steps (make_room). Before later ones, room_lacked() returns these bytes, so that OneDiff does not ask
+    again. It returns fewer after another program has freed memory."""
     unet = compiled_with(two_memories)
     card = pretended.card
     room_requests = list[int]()
@@ -342,8 +356,8 @@ def test_the_webui_is_told_of_missing_memory_before_the_next_sampling(
         return size
 
     def sampling(size: str, left: int) -> int:
-        """The host leaves as many bytes free as room_lacked returns, which are returned here; it has moved the weights
-        meanwhile."""
+        """Make a sampling, before which the host has moved the weights, and leaves free what room_lacked() returns and
+        `left` bytes. Returns what room_lacked() has returned."""
         for parameter in unet.parameters():
             parameter.data = parameter.data.clone()
         lacked = runtime.room_lacked(unet, size)
@@ -367,10 +381,12 @@ def test_the_webui_is_told_of_missing_memory_before_the_next_sampling(
     assert len(room_requests) == 2
 
 
-def test_a_streamed_call_that_runs_out_of_memory_lets_the_webui_move_weights(
+def test_after_a_streamed_call_runs_out_of_memory_the_webui_moves_weights_off_the_gpu(
     two_memories: TwoMemories, native_operators: StandInOperators, pretended: PretendedGraphs
 ) -> None:
-    """The host answers that call; a later one is served, and the next sampling has the room from its beginning."""
+    """Two calls run out of memory: the host computes them, and OneDiff asks it for memory, the second time for more.
+    The later calls are ours. Before the next sampling, room_lacked() returns the sum, so that all its calls are
+    ours."""
     two_memories.is_away = half
     unet = compiled_with(two_memories)
     card = pretended.card
@@ -395,7 +411,8 @@ def test_a_streamed_call_that_runs_out_of_memory_lets_the_webui_move_weights(
         return size
 
     def sampling() -> tuple[int, list[str]]:
-        """The bytes that the host leaves free in addition to its own 300 MiB, and the routes of the calls."""
+        """Make a sampling. Returns the bytes that the host leaves free in addition to 300 MiB, and the route of each
+        call."""
         two_memories.is_away = half
         for parameter in unet.parameters():
             parameter.data = parameter.data.clone()
@@ -418,11 +435,11 @@ def test_a_streamed_call_that_runs_out_of_memory_lets_the_webui_move_weights(
     assert len(room_requests) == 2
 
 
-def test_a_streamed_call_is_left_to_a_webui_that_moves_no_weights(
+def test_a_webui_that_moves_no_weights_computes_streamed_calls_that_run_out_of_memory(
     two_memories: TwoMemories, native_operators: StandInOperators
 ) -> None:
-    """For the rest of the sampling, without another try. Outside of samplings, each call is tried: nothing would end
-    the refusals."""
+    """In a sampling, OneDiff tries only the first call, and the WebUI computes all of them. Outside of samplings,
+    OneDiff tries each call: there is no end of a sampling after which it could try again."""
     two_memories.is_away = half
     unet = compiled_with(two_memories)
     native_operators.fail_with(torch.cuda.OutOfMemoryError("CUDA out of memory"))
@@ -438,10 +455,11 @@ def test_a_streamed_call_is_left_to_a_webui_that_moves_no_weights(
     assert native_operators.calls == 3
 
 
-def test_a_warm_up_that_runs_out_of_memory_moves_no_weights(
+def test_a_warm_up_that_runs_out_of_memory_does_not_make_the_webui_move_weights(
     two_memories: TwoMemories, native_operators: StandInOperators
 ) -> None:
-    """They would be missing on the GPU in the next image, at another size."""
+    """A warm-up belongs to no image: the moved weights would be missing on the GPU in the next image, at another size.
+    In a sampling, the WebUI does move weights."""
     unet = compiled_with(two_memories)
     network = runtime.services.networks.get(unet)
     room_requests = list[int]()
@@ -464,7 +482,8 @@ def test_a_warm_up_that_runs_out_of_memory_moves_no_weights(
 def test_the_host_moves_weights_off_the_gpu_to_make_room_for_those_in_eight_bits(
     eight_bit_unet: Any, two_memories: TwoMemories, monkeypatch: pytest.MonkeyPatch, takes: bool
 ) -> None:
-    """takes: whether the host agrees; otherwise the reason is that memory is missing."""
+    """takes: whether the host moves weights when OneDiff asks. If not, no 8-bit weights are used, and the reason is
+    that GPU memory is missing."""
     from low_bit_builders import half_call
 
     call = half_call(eight_bit_unet)
@@ -493,11 +512,12 @@ def test_the_host_moves_weights_off_the_gpu_to_make_room_for_those_in_eight_bits
     assert takes or "not enough GPU memory for the 8-bit weights" in reason()
 
 
-def test_weights_in_eight_bits_make_room_for_a_graph_and_for_a_decode(
+def test_weights_in_eight_bits_are_freed_for_a_graph_or_a_decode_that_lacks_memory(
     eight_bit_unet: Any, pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the host has no more weights to move off the GPU: some go where a graph lacks memory, all before a large
-    decode, and they come back when memory is free."""
+    """The host has no more weights to move off the GPU. If a graph lacks memory, a part of the 8-bit weights is freed,
+    or none if all of them would not be enough. Before a large decode, all are freed. They return when memory is
+    free."""
     from low_bit_builders import half_call
 
     call = half_call(eight_bit_unet)
@@ -533,7 +553,8 @@ def test_weights_in_eight_bits_make_room_for_a_graph_and_for_a_decode(
 
 
 def test_a_peft_lora_is_part_of_the_weights_in_eight_bits(eight_bit_unet: Any, two_memories: TwoMemories) -> None:
-    """At two strengths. Without it, the output equals the one before to the bit."""
+    """With the LoRA at two strengths, the output must be within 8-bit rounding of the host's. After unload_lora(), it
+    must equal the output before to the bit."""
     peft = pytest.importorskip("peft")
     from low_bit_builders import half_call
 

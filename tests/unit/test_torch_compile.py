@@ -1,4 +1,5 @@
-"""torch.compile and OneDiff on one module, in any order: the output stays the same, and our code is never traced."""
+"""torch.compile and OneDiff on one module, in any order: outputs stay close to those of the original forward, and
+torch.compile never traces our code."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from lib_onediff.runtime.runtime import runtime
 
 
 class Traced:
-    """A backend of torch.compile that runs what was traced as it is, and counts it."""
+    """A backend of torch.compile that runs a traced graph as it is, and counts its operators."""
 
     def __init__(self) -> None:
         self.operators = 0
@@ -63,7 +64,8 @@ def within_a_function(unet: nn.Module, traced: Traced) -> Callable[..., Any]:
 def test_torch_compile_of_a_compiled_unet_traces_nothing_and_onediff_computes_it(
     compiled: Callable[..., Any], traced: Traced
 ) -> None:
-    """Four orders in which both are applied. The output is close to that of the original forward."""
+    """The output must be close to that of the original forward. compiled: applies torch.compile and compile_unet() in
+    one of four orders."""
     unet = diffusers_unet(**SMALL)
     call = compiled(unet, traced)
     for side in (8, 8, 10):
@@ -76,7 +78,8 @@ def test_torch_compile_of_a_compiled_unet_traces_nothing_and_onediff_computes_it
 @pytest.mark.parametrize("fullgraph", [False, True])
 @torch.no_grad()
 def test_torch_compile_traces_another_unet_of_the_class_as_without_onediff(fullgraph: bool, traced: Traced) -> None:
-    """With fullgraph=True too, which raises where the compiler would have to step over our hook of the class."""
+    """OneDiff replaces forward() in the class of a UNet, which also runs for UNets that were not passed to
+    compile_unet(). fullgraph=True: torch.compile raises if there is code that it cannot trace."""
     ours = compile_unet(diffusers_unet(**SMALL))
     other = diffusers_unet(**SMALL)
     calls = status()["calls"]
@@ -88,10 +91,11 @@ def test_torch_compile_traces_another_unet_of_the_class_as_without_onediff(fullg
 
 
 @torch.no_grad()
-def test_with_fullgraph_torch_compile_compiles_the_original_forward_of_our_module_and_a_message_says_so(
+def test_with_fullgraph_torch_compile_compiles_the_original_forward_and_logs_a_message(
     traced: Traced, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With fullgraph=True the compiler may not step over anything, and raises where it would have to."""
+    """With fullgraph=True, torch.compile would raise at our code, which it must not trace. So the module, a VAE decoder
+    that OneDiff computes otherwise, runs its own forward, and OneDiff logs that."""
     pipe = pipeline("StableDiffusionPipeline", SMALL, "DDIMScheduler")
     decoder = pipe.vae.decoder
     latent = torch.randn(1, 4, 8, 8)

@@ -1,4 +1,4 @@
-"""Our decoder and encoder against those of ldm and diffusers, in the VAE's dtype."""
+"""The output of our VAE decoder and encoder against that of ldm's and diffusers' own, in the VAE's dtype."""
 from __future__ import annotations
 
 from itertools import product
@@ -14,6 +14,7 @@ from vae_builders import (
     LDM_LAYOUTS,
     SD,
     a_latent,
+    decodes_by_route,
     diffusers_vae,
     host_picture,
     in_float32,
@@ -54,9 +55,9 @@ def computed(half: Any, given: torch.Tensor, operators: Any = torch_ops, fold_bi
 
 
 @grid(half=list(product(PARTS, [*EVERY_LAYOUT, *(LDM + name for name in LDM_LAYOUTS)])), size=range(4))
-def test_our_vaes_output_is_close_to_the_hosts_for_every_layout_and_size(half: tuple[str, str], size: int) -> None:
-    """half: decoder or encoder, and its layout. fold_biases is for the native operators: biases are added where a norm
-    follows."""
+def test_our_vae_output_is_close_to_the_host_output_for_every_layout_and_size(half: tuple[str, str], size: int) -> None:
+    """half: decoder or encoder, and its layout. size: an index in SIZES. The native operators set fold_biases, with
+    which the next norm adds a convolution's bias; here, torch's operators are also tested with it."""
     part, name = half
     module = half_of(name, part)
     given = a_latent(module, *SIZES[part][size], batch=2)
@@ -66,7 +67,7 @@ def test_our_vaes_output_is_close_to_the_hosts_for_every_layout_and_size(half: t
 
 
 @grid(part=PARTS, dtype=[torch.float32, torch.float16])
-def test_our_kernels_vae_output_is_close_to_the_hosts(part: str, dtype: torch.dtype) -> None:
+def test_the_vae_output_by_our_kernels_is_close_to_the_host_output(part: str, dtype: torch.dtype) -> None:
     pytest.importorskip("triton", reason="needs Triton")
     from lib_onediff.devices.cuda.kernels.operators import NativeOperators
 
@@ -79,8 +80,8 @@ def test_our_kernels_vae_output_is_close_to_the_hosts(part: str, dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_in_half_precision_our_decoders_rounding_error_is_at_most_the_hosts(dtype: torch.dtype) -> None:
-    """With a margin of a tenth; both against the host's decoder in float32."""
+def test_in_half_precision_the_error_of_our_decoder_is_at_most_1_1_times_that_of_the_host(dtype: torch.dtype) -> None:
+    """Both errors are relative to the host's decoder with the same weights in float32."""
     decoder = half_of("SD", "decoder").to(dtype)
     latent = a_latent(decoder, batch=2)
     ours = routed_picture(decoder, latent)
@@ -93,8 +94,9 @@ def test_in_half_precision_our_decoders_rounding_error_is_at_most_the_hosts(dtyp
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_switching_a1111s_tiling_on_and_off_takes_effect_at_the_next_decode(part: str) -> None:
-    """A1111 sets the padding mode of all convolutions, including those of 1x1, between two decodes."""
+def test_switching_the_tiling_of_a1111_on_and_off_takes_effect_at_the_next_decode(part: str) -> None:
+    """For tileable images, A1111 sets the padding mode of all convolutions, including those of 1x1, to circular between
+    two decodes. part: encoders are tested as well."""
     module = half_of("ldm SD", part)
     given = a_latent(module, *SIZES[part][2])
     plain = routed_picture(module, given)
@@ -109,7 +111,8 @@ def test_switching_a1111s_tiling_on_and_off_takes_effect_at_the_next_decode(part
 
 
 def test_diffusers_tiling_and_slicing_call_our_decoder_for_each_tile() -> None:
-    """The whole image is close to that of diffusers with its own decoder."""
+    """diffusers' tiled and sliced decode passes each tile of each image to the decoder. The whole image must be close
+    to that of diffusers with its own decoder, and no tile may be decoded by the latter."""
     from lib_onediff.hosts.diffusers import vae as diffusers_decoder
 
     vae = diffusers_vae()
@@ -123,12 +126,14 @@ def test_diffusers_tiling_and_slicing_call_our_decoder_for_each_tile() -> None:
         diffusers_decoder.attach(vae.decoder)
         ours = vae.decode(latent).sample
     assert relative_error(ours, expected) < 1e-5
-    assert last_decode()[0] == "ours"
+    routes = decodes_by_route()
+    assert routes["host"] == 0 and routes["ours"] > len(latent), "each tile of each image is a decode"
 
 
 @pytest.mark.parametrize("name", ["ldm SD", "one layer"])
 def test_vae_weights_edited_in_place_or_replaced_take_effect_at_the_next_decode(name: str) -> None:
-    """In place by load_state_dict; replaced as a parameter and as a whole layer."""
+    """All weights are edited in place by load_state_dict(); then one parameter and one whole layer are replaced. The
+    reference is the host's decoder with these weights. name: the VAE's layout."""
     decoder = half_of(name, "decoder")
     other = half_of(name, "decoder")
     for parameter in other.parameters():
@@ -143,7 +148,9 @@ def test_vae_weights_edited_in_place_or_replaced_take_effect_at_the_next_decode(
     assert last_decode() == ("ours", "")
 
 
-def test_an_encoder_that_overflows_in_float16_encodes_again_in_float32_and_later_in_float32_at_once() -> None:
+def test_an_encoder_that_overflows_in_float16_encodes_again_and_later_at_once_in_float32() -> None:
+    """The first image is encoded in float16 and then in float32; the second one only in float32. The latents, in
+    float16, must be close to those of the host's encoder in float32."""
     encoder, picture = overflowing_in_float16(lambda: half_of("SD", "encoder"))
     expected = in_float32(encoder, picture)
     for reason in ("encoded again in float32", "encoded in float32"):

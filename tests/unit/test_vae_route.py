@@ -1,4 +1,5 @@
-"""Which decodes are ours, what decodes if our kernels or our forward fail, and what users see."""
+"""VAE decodes: which of them OneDiff computes, what computes them if our kernels or our forward fail, and which route
+and reason users see."""
 from __future__ import annotations
 
 import gc
@@ -36,8 +37,9 @@ def host() -> Host:
     return Host(diffusers_vae().decoder)
 
 
-def test_only_the_first_decode_at_a_size_runs_the_hosts_too(host: Host) -> None:
-    """Of each decoder: the host's output is needed to check ours. After a purge, it is checked again."""
+def test_only_the_first_decode_at_a_size_is_also_run_by_the_host(host: Host) -> None:
+    """The first decode at each size, and of each decoder, needs the host's output to check ours. After a purge, the
+    next decode is checked again."""
     host_decodes = []
     for size in ((4, 4), (4, 4), (5, 7), (5, 7), (4, 4)):
         decode(host, a_latent(host.decoder, *size))
@@ -61,8 +63,9 @@ def test_only_the_first_decode_at_a_size_runs_the_hosts_too(host: Host) -> None:
     (lambda picture: picture.half(),
      "OneDiff's output is (1, 3, 12, 12) in torch.float32, not (1, 3, 12, 12) in torch.float16"),
 ], ids=["values", "shape", "type"])
-def test_if_our_first_image_differs_the_hosts_is_returned(change: Any, reason: str) -> None:
-    """The host's image is changed: to the check, that is an error in our forward."""
+def test_if_our_first_image_differs_from_that_of_the_host_the_host_image_is_returned(change: Any, reason: str) -> None:
+    """change: changes the values, shape or dtype of the host's image, so that the check finds a difference. Our forward
+    is not tried again at this size."""
     host = Host(diffusers_vae().decoder, change)
     latent = a_latent(host.decoder)
     for calls in (1, 2):
@@ -75,10 +78,11 @@ def test_if_our_first_image_differs_the_hosts_is_returned(change: Any, reason: s
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, TypeError])
-def test_after_an_error_in_our_decode_the_hosts_image_is_returned(
+def test_after_an_error_in_our_decode_the_image_of_the_host_is_returned(
     host: Host, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
-    """After two failures at a size, our forward is not tried again there; other sizes are ours."""
+    """After two errors at a size, our forward is not tried again at this size, even without the cause of the error.
+    Other sizes are still ours."""
     def broken(*given: Any, **named: Any) -> Tensor:
         raise kind("first line\nsecond line")
 
@@ -95,10 +99,11 @@ def test_after_an_error_in_our_decode_the_hosts_image_is_returned(
     assert last_decode() == ("ours", "")
 
 
-def test_out_of_memory_frees_the_graphs_and_what_we_held_before_the_host_decodes(
+def test_out_of_memory_frees_the_graphs_and_our_tensors_before_the_host_decodes(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """freed: whether the graphs were released and, when the host decodes, our tensors are gone."""
+    """Afterwards, the next decode is ours. freed: True when the graphs are released, and whether our tensors are gone
+    when the host decodes."""
     held: list[Any] = []
     freed: list[bool] = []
 
@@ -119,8 +124,9 @@ def test_out_of_memory_frees_the_graphs_and_what_we_held_before_the_host_decodes
     assert last_decode() == ("ours", "")
 
 
-def test_settings_of_a_generation_hold_for_its_decode(host: Host) -> None:
-    """With OneDiff off for a generation, the host decodes and the reason is the given one; the next decode is ours."""
+def test_if_onediff_is_off_for_a_generation_the_host_decodes_its_image(host: Host) -> None:
+    """The reason is the one with which OneDiff was switched off. The next decode, outside of the generation, is
+    ours."""
     latent = a_latent(host.decoder)
     with generating(runtime, Settings(enabled=False), "Not today."):
         decode(host, latent)
@@ -130,7 +136,8 @@ def test_settings_of_a_generation_hold_for_its_decode(host: Host) -> None:
 
 
 def test_decodes_of_several_threads_get_their_own_images(host: Host) -> None:
-    """A1111 decodes live previews in the thread of the page's request."""
+    """A1111 decodes live previews in the threads of requests. Each image must be close to the one that the host decodes
+    from the same latent."""
     latents = 5 * [a_latent(host.decoder, *size) for size in ((4, 4), (5, 7), (6, 3), (4, 4))]
     with ThreadPoolExecutor(4) as threads:
         for latent, picture in zip(latents, threads.map(partial(decode, host), latents), strict=True):
@@ -147,7 +154,8 @@ def test_onediff_keeps_no_deleted_decoder_alive(host: Host) -> None:
 
 
 class ReplacedKernels:
-    """torch's operators in place of our kernels, with a resize that can be made to fail or to be wrong."""
+    """torch's operators as stand-ins for our kernels. resize() can be replaced by one that fails or gives wrong
+    numbers."""
 
     def __init__(self) -> None:
         self.resize: Any = torch_ops.resize
@@ -170,7 +178,9 @@ def entries() -> dict[str, str]:
     return {entry.key.backend: entry.state.value for entry in runtime.table.entries()}
 
 
-def test_if_a_kernel_fails_torchs_operators_decode_that_size(native: ReplacedKernels) -> None:
+def test_if_a_kernel_fails_torch_operators_decode_images_of_that_size(native: ReplacedKernels) -> None:
+    """OneDiff computes the image without our kernels (backend eager), close to the host's. Other sizes use the
+    kernels."""
     decoder = diffusers_vae().decoder
     latent = a_latent(decoder)
     native.resize = native.breaks
@@ -184,8 +194,9 @@ def test_if_a_kernel_fails_torchs_operators_decode_that_size(native: ReplacedKer
     assert last_decode() == ("ours", "")
 
 
-def test_if_a_kernel_is_wrong_torchs_operators_decode_from_the_next_image_on(native: ReplacedKernels) -> None:
-    """The image at which it is found is the host's own."""
+def test_if_a_kernel_is_wrong_torch_operators_decode_from_the_next_image_on(native: ReplacedKernels) -> None:
+    """The first image, whose check finds the error of 1 % in resize(), is the host's own. The next one is computed by
+    OneDiff without our kernels."""
     decoder = diffusers_vae().decoder
     latent = a_latent(decoder)
     native.resize = lambda *given: 1.01 * torch_ops.resize(*given)
@@ -208,10 +219,11 @@ def raises(error: BaseException) -> Any:
 
 @pytest.mark.parametrize("error", [ValueError("theirs"), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("ours_fails", [False, True])
-def test_an_exception_of_the_hosts_decode_is_raised_and_not_counted_as_our_fault(
+def test_an_exception_in_the_decode_of_the_host_is_raised_and_not_counted_as_our_fault(
     host: Host, error: BaseException, ours_fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ours_fails: OneDiff's code around the decode fails too. The host decodes once."""
+    """The host must be called only once. ours_fails: whether OneDiff's code around the decode raises an exception as
+    well."""
     host_decodes: list[int] = []
 
     def fails() -> Tensor:
@@ -229,7 +241,7 @@ def test_an_exception_of_the_hosts_decode_is_raised_and_not_counted_as_our_fault
     assert last_decode()[0] == "ours"
 
 
-def test_a_fault_in_our_code_around_a_decode_gives_the_hosts_image_and_is_logged(
+def test_after_a_fault_in_our_code_around_a_decode_the_host_decodes_once_and_it_is_logged(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runtime.vae, "_serve", raises(IndexError("ours")))
@@ -243,7 +255,8 @@ def test_a_fault_in_our_code_around_a_decode_gives_the_hosts_image_and_is_logged
 def test_a_fault_while_a_decode_is_counted_loses_no_image(
     host: Host, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """function: the function that notes or counts the decode, after the image is made."""
+    """The image must be close to the host's, without another decode by the host. function: of the VAE route; raises an
+    exception when it notes or counts the decode, after the image is made."""
     latent = a_latent(host.decoder)
     decode(host, latent)
     monkeypatch.setattr(runtime.vae, function, raises(IndexError("no statistics")))

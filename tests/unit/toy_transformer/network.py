@@ -1,4 +1,4 @@
-"""The host's module: a diffusion transformer of a prompt with a mask."""
+"""A host's network for tests: a small diffusion transformer with a prompt and its mask."""
 from __future__ import annotations
 
 import math
