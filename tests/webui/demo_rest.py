@@ -1,4 +1,4 @@
-"""The routes of A1111's REST API by which the tests drive the demo. Run as a program, this is the demo with these
+"""The routes of A1111's REST API that tests call in the demo. As a program, this file starts the demo with these
 routes."""
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ def to_base64(image: Image.Image) -> str:
 
 
 def generate(body: dict[str, Any]) -> Any:
-    """The answer to a generation. Raises Refusal."""
+    """The response to a txt2img request: its images, and their infotexts. Raises Refusal if the demo does not generate
+    it."""
     runner = scripts.scripts_txt2img
     fields = {name: body.get(name, usual) for name, usual in FIELDS.items()}
     arguments = script_arguments(body.get("alwayson_scripts", {}), runner)
     overrides = body.get("override_settings", {})
     with turn:
-        # As A1111 does: nobody is told of options that a request overrides.
+        # As in A1111, no callback runs for options that a request overrides.
         before = {name: shared.opts.data[name] for name in overrides}
         shared.opts.data.update(overrides)
         try:
@@ -55,7 +56,8 @@ def generate(body: dict[str, Any]) -> Any:
 
 
 def script_arguments(given: dict[str, Any], runner: Any) -> list[Any]:
-    """The arguments of all scripts: their defaults, replaced by those in the request: {"Title": {"args": [...]}}."""
+    """The arguments of all scripts: their defaults, replaced by those in the request. given: {"Title": {"args":
+    [...]}}."""
     arguments = [0, *(control.value for control in runner.inputs[1:])]
     for name, body in given.items():
         (script,) = [script for script in runner.alwayson_scripts if script.name == name.lower()]
@@ -74,7 +76,7 @@ def set_options(values: dict[str, Any]) -> None:
 
 
 def refusing(work: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]:
-    """The function, with each Refusal turned into an answer."""
+    """A function as `work`, which responds to a Refusal with an HTTP error instead of raising it."""
     def answer(body: dict[str, Any]) -> Any:
         try:
             return work(body)

@@ -1,5 +1,5 @@
-"""DeepCache, its forecast and the guidance end in a WebUI: switched off they change nothing; switched on they skip the
-part of the work that their options name."""
+"""Options that compute less, in a WebUI: DeepCache, its forecast (steps are extrapolated), and the guidance end (the
+negative prompt is skipped). Switched off, they change nothing; switched on, each skips its part of the work."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -22,8 +22,8 @@ PARTS = ("deepcache", "forecast", "guidance")
 
 @dataclass(frozen=True)
 class Counted:
-    """A generation: its images, the numbers of calls that were computed whole, in part, by a forecast and without the
-    negative prompt, and the reasons in the status."""
+    """A generation: its images; the numbers of full and cached passes by DeepCache, of extrapolated steps (forecasts),
+    and of steps without the negative prompt; and the reason in the status for each of PARTS."""
 
     pictures: Pictures
     full: int
@@ -50,7 +50,7 @@ def generated(webui: WebUI, options: dict[str, Any], **request: Any) -> Counted:
 
 
 def distance(one: Counted, other: Counted) -> float:
-    """The mean difference of pixels, of 255."""
+    """The mean absolute difference of pixel values, which are between 0 and 255."""
     return float(numpy.abs(one.pictures.pixels - other.pictures.pixels).mean())
 
 
@@ -63,13 +63,14 @@ def whole(webui: WebUI, models: Models) -> Counted:
 
 @pytest.fixture(scope="module")
 def far(webui: WebUI, whole: Counted) -> float:
-    """The distance to an image with another seed."""
+    """The distance between two exact images with different seeds."""
     return distance(generated(webui, {}, seed=8), whole)
 
 
 @pytest.fixture
 def exact(webui: WebUI, sd15: Models, whole: Counted) -> Iterator[Counted]:
-    """A generation in which every step is computed whole; after the test, it must be bit for bit the same again."""
+    """A generation in which every step is computed whole. After the test, it is repeated, and must be the same to the
+    bit."""
     yield whole
     again = generated(webui, {})
     assert largest_difference(again.pictures, whole.pictures) == 0 and again.left_out == (0, 0, 0)
@@ -84,11 +85,12 @@ def exact(webui: WebUI, sd15: Models, whole: Counted) -> Iterator[Counted]:
 def test_each_option_skips_its_part_of_the_work(
     webui: WebUI, exact: Counted, far: float, options: dict[str, Any], full: int, left_out: tuple[int, int, int]
 ) -> None:
-    """full, left_out: the steps computed whole, and those left out in part (see Counted). The image differs from the
-    exact one, is much nearer to it than one with another seed, and repeats."""
+    """The image differs from the exact one, and is much nearer to it than one with another seed. A second image with
+    the same seed is equal. full: the expected number of DeepCache's full passes. left_out: those of cached passes, of
+    forecasts, and of steps without the negative prompt."""
     found = generated(webui, options)
     assert (found.full, found.left_out) == (full, left_out)
-    # Two whole steps of thirteen make no near image of random weights.
+    # With random weights, an image of two full passes in thirteen steps is not near.
     assert distance(found, exact) > 0 and (full == 2 or distance(found, exact) < 0.75 * far)
     assert largest_difference(generated(webui, options).pictures, found.pictures) == 0
 
@@ -97,7 +99,7 @@ def test_each_option_skips_its_part_of_the_work(
 def test_with_deepcache_depth_0_some_steps_are_extrapolated(
     webui: WebUI, exact: Counted, far: float, sampler: str
 ) -> None:
-    """About half of twelve, and the image is nearer to the exact one than one with another seed."""
+    """5 or 6 of the 12 steps. The distance to the exact image is less than half of that between two seeds."""
     steps = {"steps": 12, "sampler_name": sampler}
     plain = generated(webui, {}, **steps)
     found = generated(webui, FORECAST, **steps)
@@ -105,37 +107,39 @@ def test_with_deepcache_depth_0_some_steps_are_extrapolated(
     assert 0 < distance(found, plain) < 0.5 * far
 
 
-# How often a sampler calls the UNet is the host's own business: A1111's DDIM does once less than it is asked for. A
-# host may call once for the prompt and once for the negative prompt. What is left is seen with the last.
+# The number of calls depends on the WebUI: A1111's DDIM makes one step less than the request says, and Heun calls the
+# UNet twice in each step but the last. A WebUI may also call it separately for the prompt and for the negative prompt.
 @pytest.mark.parametrize("request_", [
     {"sampler_name": "Euler a"}, {"sampler_name": "DPM++ 2M"}, {"sampler_name": "Heun"}, {"sampler_name": "DDIM"},
     {"batch_size": 2}, {"prompt": "a fox AND a hill"}, {"prompt": "a red fox and " * 30},
     {"width": 72, "height": 88}, {**start_from(gradient(64, 64)), "steps": 24}, {"steps": 16, "cfg_scale": 1.0},
 ], ids=lambda request: str(request)[:40])
-def test_deepcache_computes_as_many_full_steps_as_scheduled_for_every_kind_of_request(
+def test_deepcache_computes_as_many_full_passes_as_scheduled_for_every_kind_of_request(
     webui: WebUI, sd15: Models, request_: dict[str, Any]
 ) -> None:
-    """A host may call the UNet more often than there are steps, or twice a step: see the comment above."""
+    """A full pass in a third of the steps, and one at the end. The number of steps is taken from the passes that were
+    counted, as it depends on the WebUI (see the comment above). request_: replaces fields of the usual request."""
     need(webui, "AND prompts" if "AND" in request_.get("prompt", "") else "")
     need(webui, "img2img" if "init_images" in request_ else "")
     found = generated(webui, EVERY_THIRD, **request_)
     steps = found.full + found.cached
     calls = 2 if request_.get("sampler_name") == "Heun" or steps > 24 else 1
     steps = (steps + 1) // calls if calls == 2 else steps
-    # As many whole steps as at equal distances, but early; and the last one.
+    # As many full passes as if they were evenly spaced, although most are early; and one in the last step.
     least = -(-steps // 3) + 1
     assert 12 <= steps <= 18 and found.full in (calls * least, calls * least - 1)
 
 
-# What the host has to say for it; other reasons are unit-tested.
+# Reasons that depend on what the WebUI tells OneDiff. Unit tests cover the others.
 @pytest.mark.parametrize(("options", "request_", "part", "why"), [
     (EVERY_THIRD, {"cfg_scale": 1.5}, "deepcache", "few-step models"),
     (FORECAST, {"sampler_name": "Euler a"}, "forecast", "Euler and DDIM"),
     (HALF, {"prompt": "a fox AND a hill"}, "guidance", "is inactive"),
 ], ids=str)
-def test_an_option_that_cannot_be_followed_gives_its_reason_and_the_exact_image(
+def test_an_option_that_does_not_apply_to_a_request_skips_nothing_and_the_status_says_why(
     webui: WebUI, exact: Counted, options: dict[str, Any], request_: dict[str, Any], part: str, why: str
 ) -> None:
+    """The image must be the same to the bit as without the option. part: of the status. why: a part of its reason."""
     need(webui, "AND prompts" if "prompt" in request_ else "")
     plain = generated(webui, {}, **request_)
     found = generated(webui, options, **request_)

@@ -1,5 +1,6 @@
-"""What other extensions do with the UNet: functions of the WebUI's protocol run within OneDiff's forward, unknown
-changes make the WebUI compute the UNet, with a reason, and what does not touch the UNet changes nothing."""
+"""Images with other extensions. Functions that they register for the UNet in a known way run within OneDiff's forward.
+Unknown changes of the UNet make the WebUI compute it, and the status says why. OneDiff computes the images of
+extensions that do not change the UNet."""
 from __future__ import annotations
 
 import re
@@ -24,7 +25,7 @@ from webui_compare import (
 from webui_models import Models
 
 PROMPT = "a red fox in the snow"
-# How a reason names what others have put on the UNet.
+# A reason contains this word if other extensions have registered functions for the UNet.
 PATCHES = "patches"
 
 
@@ -66,7 +67,7 @@ BY_REGIONAL_PROMPTER = "Linear.forward was replaced by sd-webui-regional-prompte
 
 
 def regions(mode: str) -> dict[str, Any]:
-    """A request with two regions side by side, as Regional Prompter's author gives them."""
+    """A request to Regional Prompter with two regions side by side, and the default arguments of its author."""
     places = (True, False, "Matrix", "Columns", "Mask", "Prompt", "1,1", "0.2", False, False, False)
     others = ([], "0", "0", "0.4", "", "0", "0", False)
     return {"prompt": "a red fox BREAK a castle at night", **script("Regional Prompter", *places, mode, *others)}
@@ -82,8 +83,11 @@ DYNAMIC_THRESHOLDING = script(
 class Foreign:
     """Another extension's feature.
 
-    reason: a pattern that the reason for the WebUI's route must match. request and options: how to switch the feature
-    on. doubles_calls: whether it shows in further UNet calls; with random weights it may change no pixel.
+    host: the kind of WebUI that has it.
+    reason: a pattern that the reason in the status must match.
+    request, options: switch the feature on.
+    doubles_calls: whether the feature is checked by twice as many UNet calls instead of by other pixels, because with
+    random weights it may not change any pixel.
     """
 
     name: str
@@ -100,7 +104,7 @@ WITHIN = [
     Foreign("StyleAlign", "forge", r"patches_replace\[attn1\].*stylealign", {
         **script("StyleAlign Integrated", True, 0.7), "batch_size": 2,
     }),
-    # They record what they see in one call for the next.
+    # They store hidden states of one call for the next call.
     *(
         Foreign(name, "forge", r"patches_replace\[attn1\].*reference", reference(name), doubles_calls=True)
         for name in ("reference_only", "reference_adain+attn")
@@ -173,7 +177,8 @@ def only_on(webui: WebUI, host: str) -> None:
 
 
 def assert_host_served(webui: WebUI, request: dict[str, Any], reason: str) -> Run:
-    """Run with the extension on and off: the WebUI computes all UNet calls, OneDiff the decode. Checks the reason."""
+    """Make a request with OneDiff on and off. Asserts that the WebUI computed all UNet calls both times, that the
+    images are the same, and that the reason matches the pattern. Returns the run with OneDiff on."""
     on = run_on(webui, request, routes=("host",))
     assert re.search(reason, on.reason, re.IGNORECASE), f"the reason given was {on.reason!r}"
     off = run_off(webui, request)
@@ -199,9 +204,11 @@ def prepared(webui: WebUI, foreign: Foreign) -> tuple[dict[str, Any], dict[str, 
 
 
 @pytest.mark.parametrize("foreign", WITHIN, ids=lambda foreign: foreign.name)
-def test_functions_of_other_extensions_run_within_our_forward_with_the_webuis_image(
+def test_functions_of_other_extensions_within_our_forward_give_the_same_image_as_the_webui(
     webui: WebUI, sd15: Models, foreign: Foreign
 ) -> None:
+    """The reference is the WebUI's image with the same feature and without OneDiff (see assert_within). The feature
+    must change the image, or double the UNet calls."""
     plain, on = assert_within(webui, *prepared(webui, foreign), foreign.reason)
     if foreign.doubles_calls:
         assert on.served(WHOLE_UNET) == 2 * plain.served(WHOLE_UNET)
@@ -210,9 +217,11 @@ def test_functions_of_other_extensions_run_within_our_forward_with_the_webuis_im
 
 
 @pytest.mark.parametrize("foreign", [*WITHIN, *UNTOUCHED], ids=lambda foreign: foreign.name)
-def test_functions_of_other_extensions_run_between_graphs_with_the_webuis_image(
+def test_functions_of_other_extensions_between_graphs_give_the_same_image_as_the_webui(
     webui: WebUI, sd15: Models, foreign: Foreign, graphs: None
 ) -> None:
+    """The parts of our forward between these functions are replayed as graphs, by a stand-in on a CPU. With the
+    features of UNTOUCHED, the reason must name no functions of extensions."""
     plain, on = assert_between_graphs(webui, *prepared(webui, foreign), foreign.reason)
     assert foreign in WITHIN or PATCHES not in on.reason, "it is part of the graph"
     if not foreign.doubles_calls:
@@ -220,9 +229,11 @@ def test_functions_of_other_extensions_run_between_graphs_with_the_webuis_image(
 
 
 @pytest.mark.parametrize("foreign", UNTOUCHED, ids=lambda foreign: foreign.name)
-def test_onediff_computes_images_of_extensions_that_leave_the_unet_alone(
+def test_onediff_computes_images_of_extensions_that_do_not_change_the_unet(
     webui: WebUI, sd15: Models, foreign: Foreign
 ) -> None:
+    """The reference is the WebUI's image with the same feature and without OneDiff. The feature must change the
+    image."""
     request, plain_request = prepared(webui, foreign)
     made, _ = assert_same_on_and_off(webui, request)
     assert_different(run_on(webui, plain_request), made, foreign.name)
@@ -230,10 +241,11 @@ def test_onediff_computes_images_of_extensions_that_leave_the_unet_alone(
 
 @pytest.mark.parametrize("checkpoint", ["sd15", "sdxl"])
 @pytest.mark.parametrize("foreign", REFERENCES, ids=lambda foreign: foreign.name)
-def test_the_webui_computes_images_with_a_reference(
+def test_the_webui_computes_images_with_a_reference_image_of_controlnet(
     webui: WebUI, sd15: Models, foreign: Foreign, checkpoint: str
 ) -> None:
-    """sd-webui-controlnet calls the UNet twice a step: once to record, once to make the image."""
+    """With a reference preprocessor, sd-webui-controlnet calls the UNet twice in each step: for the reference image,
+    whose hidden states it stores, and for the image."""
     request, plain_request = prepared(webui, foreign)
     sd15.use(checkpoint)
     plain, on = assert_within(webui, request, plain_request, foreign.reason, ("host",))
@@ -242,7 +254,8 @@ def test_the_webui_computes_images_with_a_reference(
 
 
 def test_the_webui_computes_images_with_a_hypernetwork(webui: WebUI, sd15: Models) -> None:
-    """And the next image without it is as before."""
+    """The image is the WebUI's own. The next image, without the hypernetwork, is computed by OneDiff, and the same as
+    the one before."""
     only_on(webui, "a1111")
     name = sd15.need("hypernetwork")
     plain = run_on(webui, {"prompt": PROMPT})
@@ -252,10 +265,12 @@ def test_the_webui_computes_images_with_a_hypernetwork(webui: WebUI, sd15: Model
 
 
 @pytest.mark.parametrize(("role", "checkpoint"), [("lora-a", "sd15"), ("locon", "sd15"), ("sdxl-lora", "sdxl")])
-def test_a_lora_applied_in_every_layers_forward_gives_the_webuis_images(
+def test_a_lora_that_every_layer_applies_in_its_forward_gives_the_same_image_as_the_webui(
     webui: WebUI, sd15: Models, role: str, checkpoint: str
 ) -> None:
-    """A1111's older way (its option lora_functional), and back to merged LoRAs."""
+    """With A1111's option lora_functional, layers apply LoRAs in their forward instead of merging them into weights.
+    When the option is off again, images with and without the LoRA are the same as before. role: the LoRA among the test
+    models."""
     only_on(webui, "a1111")
     request = {"prompt": f"{PROMPT} <lora:{sd15.need(role)}:0.7>"}
     sd15.use(checkpoint)
@@ -271,8 +286,9 @@ def test_a_lora_applied_in_every_layers_forward_gives_the_webuis_images(
     assert_same(run_on(webui, request), merged)
 
 
-def test_the_reason_names_the_extension_that_replaced_every_linear_layers_forward(webui: WebUI, sd15: Models) -> None:
-    """Regional Prompter's Latent mode sets lora_functional, and replaces Linear.forward."""
+def test_the_reason_names_the_extension_that_replaced_the_forward_of_linear_layers(webui: WebUI, sd15: Models) -> None:
+    """Regional Prompter's mode Latent sets lora_functional and replaces Linear.forward, so that the WebUI computes the
+    image. Tested without and with a LoRA."""
     request, plain = prepared(webui, Foreign("Regional Prompter, Latent", "a1111", "", regions("Latent")))
     for lora in ("", f" <lora:{sd15.need('lora-a')}:0.7>"):
         made = assert_host_served(webui, {**request, "prompt": request["prompt"] + lora}, BY_REGIONAL_PROMPTER)

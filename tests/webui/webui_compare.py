@@ -1,4 +1,7 @@
-"""The same images with the extension on and off: the images of each run, and the routes of its UNet calls."""
+"""Helpers that compare generations with OneDiff on and off: their images, and the routes of their UNet calls.
+
+route: what computed a call. graph: OneDiff, by CUDA graphs; plain: OneDiff without graphs; host: the WebUI.
+"""
 from __future__ import annotations
 
 import contextlib
@@ -15,13 +18,13 @@ LARGEST_DIFFERENCE = 1  # of 255
 ROUTES = ("graph", "plain", "host")
 WHOLE_UNET = ("graph", "plain")
 GRAPHS = "/onediff-graphs/v1"
-# What a host cannot do at all.
+# Features that a WebUI lacks, by kind.
 NOT_SERVED = {
     "standalone": {
         "AND prompts", "hires fix", "refiner", "tiling", "live preview", "skip", "LoRA", "UI reload", "ControlNet",
         "checkpoint switch", "long prompts", "masks", "img2img",
     },
-    "forge": {"tiling"},  # It prints that its tiling is under maintenance, and ignores it; Neo has one.
+    "forge": {"tiling"},  # It ignores the option, and prints that tiling is under maintenance. Neo has tiling.
 }
 
 
@@ -46,12 +49,12 @@ def need(webui: WebUI, feature: str) -> None:
 
 
 def run(webui: WebUI, request: dict[str, Any], **options: Any) -> Run:
-    """Make the images of a request with OneDiff's options for this run. What the request lacks is taken from
-    PICTURE."""
+    """Make the images of a request, with fields of PICTURE for those that it lacks. options: OneDiff's, for this
+    run."""
     scripts = {**request.get("alwayson_scripts", {}), **one_run(**options)["alwayson_scripts"]}
     whole = {**PICTURE, **request, "alwayson_scripts": scripts}
     if webui.kind in ("forge", "ldm_patched") and "init_images" in whole:
-        webui.make(whole)  # The first img2img after another request differs from the later ones of the host itself.
+        webui.make(whole)  # In these WebUIs, the first img2img image after another request differs from later ones.
     before = webui.calls()
     pictures = webui.make(whole)
     status = webui.status()
@@ -61,9 +64,9 @@ def run(webui: WebUI, request: dict[str, Any], **options: Any) -> Run:
 
 
 def run_on(webui: WebUI, request: dict[str, Any], least_calls: int | None = None, routes: Any = WHOLE_UNET) -> Run:
-    """Make a run with the extension on. Asserts that every call of it took one of the routes.
+    """Make a run with OneDiff on. Asserts that each of its calls took one of the routes.
 
-    least_calls: for the whole run; by default one for each step and batch.
+    least_calls: the fewest calls that the run must have; by default one for each step of each batch.
     """
     made = run(webui, request, enabled=True)
     others = [route for route in ROUTES if route not in routes]
@@ -73,7 +76,7 @@ def run_on(webui: WebUI, request: dict[str, Any], least_calls: int | None = None
 
 
 def run_off(webui: WebUI, request: dict[str, Any], least_calls: int | None = None) -> Run:
-    """Make a run with the extension off. Asserts that the WebUI computed every call."""
+    """Make a run with OneDiff off. Asserts that the WebUI computed each of its calls. least_calls: see run_on."""
     made = run(webui, request, enabled=False)
     assert made.served(("graph", "plain")) == 0, made.calls
     assert made.served(("host",)) >= (least_calls or steps_of(request)), made.calls
@@ -82,7 +85,8 @@ def run_off(webui: WebUI, request: dict[str, Any], least_calls: int | None = Non
 
 @contextlib.contextmanager
 def graphs_on_a_cpu(webui: WebUI) -> Iterator[None]:
-    """A context in which the extension onediff-graphs stands for CUDA graphs on a CPU; skips the test without it."""
+    """A context in which OneDiff replays graphs on a CPU, by the extension onediff-graphs. Skips the test if the WebUI
+    does not have this extension."""
     if not webui.has(GRAPHS):
         pytest.skip("link tests/webui/extensions/onediff-graphs into the WebUI's extensions folder")
     assert webui.post(GRAPHS, {"on": True}).json()["on"]
@@ -98,8 +102,8 @@ def steps_of(request: dict[str, Any]) -> int:
 
 
 def assert_same_on_and_off(webui: WebUI, request: dict[str, Any], least_calls: int | None = None) -> tuple[Run, Run]:
-    """Make a request with the extension on and off. Asserts that OneDiff computed the whole UNet, or the WebUI alone,
-    in equally many calls, and that the images are the same. Returns both runs."""
+    """Make a request with OneDiff on and off. Asserts that OneDiff and the WebUI, respectively, computed all UNet
+    calls, in equal numbers, and that the images are the same. Returns both runs."""
     on = run_on(webui, request, least_calls)
     off = run_off(webui, request, least_calls)
     assert on.served(WHOLE_UNET) == off.served(("host",)), f"on {on.calls}, off {off.calls}"
@@ -110,9 +114,10 @@ def assert_same_on_and_off(webui: WebUI, request: dict[str, Any], least_calls: i
 def assert_within(
     webui: WebUI, request: dict[str, Any], plain_request: dict[str, Any], reason: str, routes: Any = WHOLE_UNET
 ) -> tuple[Run, Run]:
-    """Assert that another extension's functions run within OneDiff's forward, or by one of the routes, with a reason
-    that matches the pattern; that the image is the WebUI's; and that without them, the image is bit for bit the earlier
-    one. Returns the runs without and with them."""
+    """Assert that with another extension's feature, all UNet calls take one of the routes, with a reason that matches
+    the pattern; that the image is the same with OneDiff off; and that a later image without the feature equals an
+    earlier one to the bit. request, plain_request: with and without the feature. Returns the runs without and with
+    it."""
     plain, _ = assert_same_on_and_off(webui, plain_request)
     off = run(webui, request, enabled=False)
     calls = off.calls["host"]
@@ -127,9 +132,10 @@ def assert_within(
 def assert_between_graphs(
     webui: WebUI, request: dict[str, Any], plain_request: dict[str, Any], reason: str = ""
 ) -> tuple[Run, Run]:
-    """As assert_within, with graphs (see graphs_on_a_cpu) of the segments between the other extension's functions."""
+    """As assert_within, for calls in which the parts between the other extension's functions are replayed as graphs
+    (see graphs_on_a_cpu)."""
     for _ in range(2):
-        # The first use of each shape is proved, the second is recorded: only then does each image equal the next.
+        # The first use of a shape is checked, the second is captured: from the third on, images are equal to the bit.
         plain = run_on(webui, plain_request)
         run_on(webui, request)
     on = run_on(webui, request, routes=("graph",))
@@ -140,13 +146,14 @@ def assert_between_graphs(
 
 
 def assert_same(one: Run, other: Run) -> None:
-    """Assert that two runs have the same images, but for one level of 255 in any pixel."""
+    """Assert that the images of two runs differ in no pixel by more than 1 of 255."""
     difference = largest_difference(one.pictures, other.pictures)
     assert difference <= LARGEST_DIFFERENCE, f"{difference} of 255 apart"
 
 
 def assert_different(one: Run, other: Run, what: str) -> None:
-    """Assert that a feature changes the first image: otherwise, its test could not fail."""
+    """Assert that the first images of two runs differ, since a test of a feature that changes nothing could not fail.
+    what: the feature."""
     mine = one.pictures.arrays[0]
     yours = other.pictures.arrays[0]
     if mine.shape == yours.shape:
