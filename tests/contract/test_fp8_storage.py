@@ -65,9 +65,8 @@ def set_loras(host: A1111Host, *strengths: float) -> None:
 
 
 def test_our_error_with_fp8_weights_is_at_most_that_of_the_host_and_no_weight_is_copied(host: A1111Host) -> None:
-    """Both errors are relative to the host's output with the same weights cast to float32. Here, the host computes its
-    layers in bfloat16 by autocast. After OneDiff is switched off, the host's image and its weights are equal to the bit
-    to those before."""
+    """Both errors are against the host's output with the same weights cast to float32; the host computes its layers in
+    bfloat16, by autocast. After OneDiff is switched off, the host's image and weights equal those before to the bit."""
     host.store_in_fp8(True)
     exact = in_float32(host, lambda: outputs(host))
     expected = outputs(host)
@@ -114,11 +113,9 @@ def test_our_images_follow_loras_that_the_webui_merges_into_fp8_weights_and_remo
 
 
 @pytest.mark.parametrize("fp8", [True, False])
-def test_calls_are_left_to_the_host_while_it_casts_weights_by_itself_in_every_layer(
-    host: A1111Host, fp8: bool
-) -> None:
-    """A1111 does not use autocast on a GPU with --no-half, or on one without a working autocast; the stand-in's option
-    for this is by_hand. Our forward would round differently. fp8: whether the weights are stored in float8."""
+def test_calls_are_left_to_the_host_while_its_layers_cast_weights_themselves(host: A1111Host, fp8: bool) -> None:
+    """A1111's layers do so in place of autocast, on a GPU with --no-half or without a working autocast. Our forward
+    would round differently. fp8: whether the weights are stored in float8."""
     host.store_in_fp8(fp8)
     host.module("modules.devices").by_hand = True
     host.generate()

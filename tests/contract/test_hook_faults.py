@@ -71,9 +71,9 @@ CASES = [pytest.param(fault, host, id=f"{name}-{host}") for name, fault in FAULT
 def test_a_fault_in_a_hook_leaves_the_image_to_the_host_and_is_logged_once(
     fault: Fault, host: Host, tracebacks: Any
 ) -> None:
-    """The latent and images of fault.by_host equal the host's to the bit; the others are close to the host's. The
-    status gives the fault as the reason for the host's route. OneDiff serves the next generation, and logs nothing
-    more."""
+    """fault.by_host: which of latent, image and encoded latent the host must compute: they equal the host's to the bit,
+    and the others are close to it. The status gives the fault as the reason. OneDiff serves the next generation, and
+    logs nothing more."""
     expected = host.generate()
     host.start()
     with pytest.MonkeyPatch.context() as patch:
@@ -141,8 +141,8 @@ ENDS = {
 def test_a_fault_while_onediff_is_switched_off_leaves_no_hook_in_the_host(
     end: str, host: Host, tracebacks: Any
 ) -> None:
-    """end: what the function that raises would release. The next image equals the one before OneDiff was switched on
-    to the bit. Switching off again frees the weights, and after it OneDiff can be switched on."""
+    """end: what is not released, because the function that releases it raises. The next image equals to the bit the one
+    before OneDiff was switched on. Switching off again frees the weights; then OneDiff can be switched on."""
     expected = host.generate()
     adapter = host.start()
     host.generate()

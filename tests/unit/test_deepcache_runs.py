@@ -1,7 +1,8 @@
 """DeepCache in samplings: which calls are full passes and which are cached ones, and their outputs.
 
 A full pass computes the whole UNet and stores the deep layers' output (the feature); a cached pass computes the shallow
-layers alone, with a stored feature.
+layers alone, with a stored feature. A Rig is a UNet with DeepCache in the runtime. Its Oracle computes the same passes
+by our forward without the runtime, and is the reference for outputs.
 """
 from __future__ import annotations
 
@@ -101,8 +102,8 @@ SAMPLINGS = {
 
 @pytest.mark.parametrize("calls", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_a_cached_pass_uses_the_feature_of_the_same_prompt_and_shape(calls: list[ExpectedPass]) -> None:
-    """calls: those of a sampling, each with the expected pass; a new prompt or shape begins with a full pass. rig.check
-    compares each output with that of the Oracle, which has one feature for each combination of prompts and shape."""
+    """calls: those of a sampling, each with its expected pass; a new prompt or shape begins with a full pass. Each
+    output is compared with the Oracle's, which keeps one feature for each combination of prompts and shape."""
     rig = Rig(SMALL_XL)
     rig.begin(STEPS[:8])
     for number, (time, expected, names, size, tokens) in enumerate(calls):
@@ -140,8 +141,8 @@ def test_tiled_samplings_have_no_cached_pass() -> None:
 
 
 def test_every_sampling_begins_with_a_full_pass() -> None:
-    """The samplings are one that is interrupted after five steps, and img2img, which begins in the middle of the
-    schedule. In a third one, which the host does not announce, DeepCache is inactive: its passes are "whole"."""
+    """The first sampling is interrupted after five steps. The second is img2img, which begins in the middle of the
+    schedule and uses no feature of the first. In the third, which the host does not announce, DeepCache is inactive."""
     rig = Rig()
     rig.begin(STEPS)
     assert rig.sample(STEPS[:5]) == passes([0, 3], 5)
@@ -185,7 +186,7 @@ def test_the_step_after_a_change_of_weights_is_a_full_pass(path: str, in_place: 
 
 
 def test_release_memory_frees_the_features_so_that_the_next_step_is_a_full_pass() -> None:
-    """Step 2 would be a cached pass."""
+    """It is called before step 2, which would be a cached pass without it."""
     rig = Rig()
     rig.begin()
     rig.sample(STEPS[:2])

@@ -40,6 +40,6 @@ def seen(judge: Judge, images: list[Image.Image]) -> list[tuple[str, str]]:
 def test_an_image_shows_the_emoji_and_the_background_of_its_prompt(
     model: LoadedModel, judge: Judge, sampler: str
 ) -> None:
-    """An image of 256x256 pixels with 7 steps; the judge must name a red apple on blue."""
+    """The image has 256x256 pixels and is made in 7 steps. The judge must name a red apple on a blue background."""
     made = generate(model, prompt="a red apple on a blue background", sampler_name=sampler, seed=1, **SQUARE)
     assert seen(judge, made.images) == [("red apple", "blue")]

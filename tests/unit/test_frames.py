@@ -42,15 +42,15 @@ def frames_of_call(unet: Any, size: int = 8) -> Frames:
 
 
 def test_a_replay_runs_no_more_python_functions_and_files_than_today(unet: Any) -> None:
-    """REPLAY_FRAMES and REPLAY_FILES are today's numbers. More of them make every step slower: do such work once, at
-    the first call, instead of raising the bounds."""
+    """The bounds are today's numbers. More Python makes every step slower: do such work once, at the first call,
+    instead of raising the bounds."""
     frames = frames_of_call(unet)
     assert lib_onediff.status()["route"] == "graph"
     assert len(frames.files) <= REPLAY_FILES and len(frames.calls) <= REPLAY_FRAMES, str(frames)
 
 
 def test_the_first_call_at_a_new_size_runs_python_in_no_more_files_than_today(unet: Any) -> None:
-    """The call is computed and checked without a graph. FIRST_CALL_FILES is today's number."""
+    """The first call has no graph; it is checked against the host. The bound is today's number."""
     frames = frames_of_call(unet, size=16)
     assert lib_onediff.status()["route"] == "plain"
     assert len(frames.files) <= FIRST_CALL_FILES, str(frames)

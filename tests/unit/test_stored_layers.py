@@ -77,7 +77,8 @@ def assert_as_close_as_torch(work: Any, *layers: LayerWeights) -> None:
 def test_a_stored_linear_layer_is_as_exact_as_with_the_torch_operators(
     rotation: int, lora: bool, one_scale: bool, bias: bool
 ) -> None:
-    """Errors are against float64 with the decoded weight. rotation, one_scale: see stored()."""
+    """rotation: the group size of the Hadamard rotation of the inputs; 0: none. one_scale: whether the weight has one
+    scale, instead of one for each output row."""
     layer = stored(OUT, WIDTH, rotation, bias, one_scale)
     layer = with_lora(layer) if lora else layer
 
@@ -91,9 +92,9 @@ def test_a_stored_linear_layer_is_as_exact_as_with_the_torch_operators(
 def test_a_norm_before_a_stored_layer_is_as_exact_as_with_the_torch_operators(
     rotation: int, lora: bool, norm: str
 ) -> None:
-    """The native norm itself quantizes the rows for the layer, in one launch, if rotation (see stored()) is 0 or 256;
-    the torch operators never do. found: whether the norm did so, in each run of work(). lora: the layer has a LoRA,
-    which needs the unquantized rows too."""
+    """rotation: the group size of the layer's Hadamard rotation; 0: none. The native norm itself writes quantized rows,
+    in one launch, if rotation is 0 or 256 (found); the norm of the torch operators never does. lora: whether the layer
+    has a LoRA, which needs the unquantized rows too."""
     layer = stored(OUT, WIDTH, rotation)
     layer = with_lora(layer) if lora else layer
     found = []
@@ -124,7 +125,7 @@ def test_a_stored_layer_added_to_the_residual_is_as_exact_as_with_the_torch_oper
     rotation: int, lora: bool, gated: bool, bias: bool, norm: bool
 ) -> None:
     """The layer's output is added to the residual twice in a row. gated, norm: whether it is multiplied by a gate, and
-    the first time normed, before it is added. rotation: see stored()."""
+    the first time normed, before it is added. rotation: the group size of the layer's Hadamard rotation; 0: none."""
     layer = stored(OUT, WIDTH, rotation, bias)
     layer = with_lora(layer) if lora else layer
 
@@ -143,7 +144,8 @@ def test_a_feed_forward_of_stored_layers_is_as_exact_as_with_the_torch_operators
     rotation: int, lora: bool, way: str
 ) -> None:
     """way: the gated unit or activation between the two layers. lora: whether the second layer has a LoRA, which needs
-    the unquantized rows: one launch of the unit writes both kinds. rotation: of the second layer, see stored()."""
+    the unquantized rows: one launch of the unit writes both kinds. rotation: the group size of the second layer's
+    Hadamard rotation; 0: none."""
     hidden = 256
     into = stored(hidden if way in ("gelu", "tanh") else 2 * hidden, 64)
     out = stored(OUT, hidden, rotation)

@@ -100,9 +100,9 @@ MASKS = {"none": no_mask, "padded": of_padded_prompts, "empty prompt": with_an_e
 def test_attention_with_a_mask_and_shared_key_heads_is_close_to_float64(
     mask: str, key_heads: int, dtype: torch.dtype, upcast: bool, newest: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both the torch operators and Attention, which chooses among kernels, are compared. mask: see MASKS. key_heads:
-    several queries share a key head if it is less than HEADS. newest: whether torch's own grouped attention (torch 2.5)
-    may be used. A query that sees no key gives zeros."""
+    """Both the torch operators and Attention, which chooses among kernels, are compared. mask: of padded prompts, with
+    an empty prompt, or one for each query. key_heads: several queries share a key head if it is less than HEADS.
+    newest: whether torch's own grouped attention (torch 2.5) may be used. A query that sees no key gives zeros."""
     if not newest:
         monkeypatch.setattr(torch_ops, "HAS_GQA", False)
     query = random(BATCH, HEADS, TOKENS, HEAD, dtype=dtype)
@@ -150,8 +150,9 @@ def exact_norm(norm: Any, tokens: Tensor, layer: LayerWeights) -> Tensor:
 def test_a_norm_with_modulation_is_close_to_float64(
     ops: str, norm: str, vectors: int, dtype: torch.dtype, owes: bool
 ) -> None:
-    """norm: see NORMS; "1 + w" multiplies by 1 + weight. vectors: 0: no modulation; 1: a scale; 2: scale and shift.
-    owes: whether the residual has a gated update that the operator must add first. The new residual is checked too."""
+    """norm: "1 + w" multiplies by 1 + weight; "adaptive" is a layer norm without weights. vectors: 0: no modulation; 1:
+    a scale; 2: scale and shift. owes: whether the residual has a gated update that the operator must add first. The new
+    residual is checked too."""
     description: Any = NORMS[norm]
     tokens, update, gate = (random(BATCH, TOKENS, WIDTH, seed=seed) for seed in range(3))
     tokens = tokens.to(dtype)
@@ -279,8 +280,9 @@ def test_the_gate_is_the_second_half_of_the_channels_in_geglu_and_the_first_in_s
 @pytest.mark.parametrize("ops", [TORCH, NATIVE])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_a_float32_residual_stays_in_float32_when_half_precision_layers_are_added(ops: str, dtype: torch.dtype) -> None:
-    """The same layer is added twice in a row; the sum is close to float64."""
-    tokens = random(BATCH, TOKENS, WIDTH)
+    """The same layer is added twice in a row to a residual with values of about 1000. What was added is close to
+    float64: rounding the residual to the layer's dtype would lose it."""
+    tokens = 1000 * random(BATCH, TOKENS, WIDTH)
     x = random(BATCH, TOKENS, 32, dtype=dtype)
     layer = LayerWeights(random(WIDTH, 32, dtype=dtype) / 6, None)
     implementation = operators(ops)
@@ -288,8 +290,8 @@ def test_a_float32_residual_stays_in_float32_when_half_precision_layers_are_adde
     for _ in range(2):
         residual = implementation.add_linear(residual, x, layer)
     found = implementation.materialize(residual)
-    expected = tokens.double() + 2 * functional.linear(x.double(), layer.weight.double())
-    assert found.dtype == torch.float32 and relative_error(found, expected) < CLOSE[dtype]
+    added = 2 * functional.linear(x.double(), layer.weight.double())
+    assert found.dtype == torch.float32 and relative_error(found.double() - tokens.double(), added) < CLOSE[dtype]
 
 
 @grid(

@@ -327,8 +327,8 @@ def decode_refused(host: Host, latent: Tensor) -> Tensor:
 def test_a_black_image_that_the_host_has_decoded_is_decoded_again_by_onediff_in_float32(
     change: Callable[[Tensor], Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """OneDiff leaves the decode to the host (see decode_refused), whose image is not finite. change: makes all of it
-    NaN, or one image of the batch infinite."""
+    """OneDiff has left the decode to the host, because the decoder's forward was replaced; the host's image is not
+    finite. change: makes all of it NaN, or one image of the batch infinite."""
     host = Host(diffusers_vae().decoder.half(), change)
     latent = a_latent(host.decoder, batch=2)
     with caplog.at_level(logging.WARNING, "onediff"):

@@ -121,8 +121,8 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_tree_is_changed_by_each_change_of_its_modules_but_not_by_new_weight_values(change: str) -> None:
-    """change: see CHANGES. A call of the network, and equal values written into a dictionary, do not change it
-    either."""
+    """change: one of hooks, classes, children or attributes. A call of the network, and equal values written into a
+    dictionary, do not change the tree either."""
     network: Any = Block()
     for module in (network, network.first):
         module.register_forward_hook(louder)
@@ -176,8 +176,8 @@ BY_DATA: dict[str, tuple[Callable[[Any, Any], object], Callable[[Any, Any], Any]
 def test_replacing_a_method_of_an_object_reached_through_data_changes_the_tree_and_its_digest(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """BY_DATA: a function that puts the object in its place, and the method or function that is then replaced. The
-    digest differs too. After the original is put back, tree and digest are as before."""
+    """name: where the object is, for example in a global table or an attribute (BY_DATA puts it there). After the
+    original method is put back, tree and digest are as before."""
     network = ByData()
     put, replacement = BY_DATA[name]
     monkeypatch.setitem(TABLE, "torch", [Backend()])

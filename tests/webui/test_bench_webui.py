@@ -86,8 +86,8 @@ def test_the_files_that_a_user_shares_have_the_measured_values_and_nothing_perso
 def test_the_benchmark_fails_with_a_sentence_if_onediff_is_off_or_no_webui_answers(
     webui: WebUI, bench: Bench, tmp_path: Path
 ) -> None:
-    """In the second case, a server answers at the address, but no WebUI. Nothing is written to the folder of
-    --share."""
+    """The cases: OneDiff is switched off; a server answers that is no WebUI; no server answers. The exit status is 1,
+    stderr ends with the sentence, and nothing is written to the folder of --share."""
     with webui.options(onediff_enabled=False):
         off = bench(webui.url, "--size", "64x64", "--share", str(tmp_path))
     others = bench(f"{webui.url}/no/such", "--share", str(tmp_path)), bench("http://127.0.0.1:9", "--runs", "1")
