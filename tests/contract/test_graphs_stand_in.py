@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,13 +22,18 @@ from lib_onediff import compile_unet, status
 SCRIPT = Path(__file__).parents[1] / "webui" / "extensions" / "onediff-graphs" / "scripts" / "onediff_graphs.py"
 
 
+def louder(unet: Any) -> list[Louder]:
+    """The UNet's processors of class Louder."""
+    return [processor for processor in unet.attn_processors.values() if isinstance(processor, Louder)]
+
+
 @torch.no_grad()
 def test_the_emulated_cuda_graphs_replay_whole_unets_and_segments_between_processors(
     fresh_runtime: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """First OneDiff captures the whole UNet. Then the self-attentions have an extension's processors (Louder), and
-    OneDiff captures the segments between them. Both times the route is "graph", and the outputs are close to those of
-    diffusers' own forward."""
+    OneDiff captures the segments between them, so that a replay calls each processor once. Both times the route is
+    "graph", and the outputs are close to those of diffusers' own forward."""
     monkeypatch.setitem(sys.modules, "modules", mock.Mock())
     spec = importlib.util.spec_from_file_location("onediff_graphs", SCRIPT)
     script = importlib.util.module_from_spec(spec)
@@ -44,6 +50,10 @@ def test_the_emulated_cuda_graphs_replay_whole_unets_and_segments_between_proces
             for seed in range(4):
                 call = a_call(unet, seed=seed)
                 assert relative_error(served(unet, call), diffusers_output(unet, call)) < 1e-5
+            before = [processor.calls for processor in louder(unet)]
+            served(unet, call)
             assert status()["route"] == "graph", status()["reason"]
+            assert bool(before) is foreign
+            assert [processor.calls for processor in louder(unet)] == [calls + 1 for calls in before]
     finally:
         switch.turn(False)
