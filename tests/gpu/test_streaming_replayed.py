@@ -201,7 +201,7 @@ def test_on_a_full_gpu_the_host_frees_memory_until_a_graph_can_stream_the_weight
     assert routes[0] == "host" and routes[-1] == "graph", (routes, last_call()["reason"])
     assert "main memory" in last_call()["reason"] and network.bound.streaming is not None
     assert asked[0] >= RING and len(asked) <= MOST_ASKED
-    # The next image has this room from its beginning, apart from what OneDiff holds already.
+    # From its beginning, the next image has this memory, apart from what OneDiff holds already.
     assert runtime.room_lacked(unet, "256x192") + network.bound.bytes >= sum(freed)
     lib_onediff.uncompile_unet(unet)
 

@@ -52,6 +52,7 @@ def test_unreadable_messages_of_the_page_do_nothing(seen: Seen, text: Any) -> No
 
 
 def test_a_size_that_is_queued_or_being_prewarmed_is_not_queued_again_and_a_message_says_so(seen: Seen) -> None:
+    """A held lock stands for an image in progress, so that no job ends meanwhile."""
     with seen.webui.lock:
         seen.do(seen.panel.prewarm, "64x64, 72x64")
         seen.do(seen.panel.prewarm, "72x64, 64x64, 80x64")

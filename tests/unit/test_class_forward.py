@@ -286,6 +286,7 @@ def test_diffusers_computes_while_another_package_has_patched_the_class(monkeypa
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_two_patches_can_be_undone_in_any_order(order: tuple[int, int]) -> None:
+    """order: the indices of the two patches, each of which adds 10 to the result, as they are undone."""
     class Owner:
         def forward(self, x: int) -> int:
             return x + 1

@@ -48,6 +48,7 @@ def test_images_show_the_emoji_of_the_prompt(model: LoadedModel, judge: Judge, s
 def test_unsupported_sizes_and_samplers_are_refused(
     model: LoadedModel, changes: dict[str, Any], said: str
 ) -> None:
+    """changes: the wrong argument. said: a part of the refusal."""
     with pytest.raises(Refusal, match=said):
         generate(model, **{"width": 256, "height": 256, **HOW, **changes})
 

@@ -70,6 +70,8 @@ def test_functions_that_the_network_never_reads_are_refused_only_if_other_functi
 def test_options_that_may_change_the_unet_are_named_with_the_module_of_their_function(
     options: dict[str, Any], names: list[str]
 ) -> None:
+    """names: what a refusal calls these options, in which there are functions of extensions, or data that the UNet
+    reads."""
     named = unknown_options({**HARMLESS, **options}, READ, True)
     assert [name.replace("builtin_function_or_method", "builtins") for name in named] == names
 

@@ -164,6 +164,7 @@ def test_a_launch_gives_the_driver_the_grid_and_the_parameters(card: Any) -> Non
 
 
 def test_a_kernel_is_loaded_once_for_each_launch_config(card: Any) -> None:
+    """config: the index of the launch config of a layer norm. modules: how many kernels have been loaded after it."""
     for config, modules in ((0, 1), (0, 1), (1, 2), (0, 2)):
         normed(LAYER_NORM.candidates[config])
         assert len(card.library.modules) == modules

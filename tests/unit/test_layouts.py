@@ -63,6 +63,7 @@ def test_every_change_of_a_layout_is_found(
     torch.no_grad, torch.inference_mode, torch.enable_grad, lambda: torch.autocast("cpu", torch.bfloat16),
 ])
 def test_unchanged_layouts_are_the_same_in_every_mode_of_torch(mode: Callable[[], AbstractContextManager[Any]]) -> None:
+    """They are compared outside and inside the mode, with and without a weight that requires gradients."""
     tensors = weights()
     noted = Layouts(tensors)
     for _ in range(3):

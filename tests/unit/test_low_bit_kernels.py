@@ -287,9 +287,9 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> NativeOperators:
 
 def weights_of(weight: Tensor, bias: Tensor | None = None, kind: Kind = FP8) -> LayerWeights:
     """A layer whose weight exists in its own dtype and, quantized by the kernel, in this 8-bit format."""
-    room = empty_like(weight, kind)
-    rounded_rows(weight, room.values, room.scales)
-    return LayerWeights(weight, bias, (room,))
+    quantized = empty_like(weight, kind)
+    rounded_rows(weight, quantized.values, quantized.scales)
+    return LayerWeights(weight, bias, (quantized,))
 
 
 @pytest.mark.parametrize("result", [torch.float16, torch.bfloat16])

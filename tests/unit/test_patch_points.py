@@ -158,6 +158,7 @@ def test_calls_with_functions_at_unknown_points_are_left_to_the_host(options: Op
 
 @pytest.mark.parametrize("name", [MODIFIERS, "block_inner_modifiers"])
 def test_a_function_that_the_hosts_forward_never_calls_is_ignored(name: str) -> None:
+    """name: the option with the function, which the host's forward does not read."""
     unet = shared_ldm_unet()
     assert ours(unet, a_call(unet), {name: [blockwise]}, READ - {name}).patches is None
 

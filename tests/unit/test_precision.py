@@ -104,6 +104,7 @@ def test_a_switch_that_inherits_a_wider_setting_still_inherits_it_afterwards() -
 
 
 def test_a_switch_that_cannot_be_written_leaves_all_switches_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writing a TF32 switch raises; those that were written before it must be restored."""
     before = standing()
     monkeypatch.setattr(precision.Tf32Switch, "write", lambda self, value: 1 / 0)
     with pytest.raises(ZeroDivisionError), applied(tuple((name, not SWITCHES[name].read()) for name in WRITTEN)):

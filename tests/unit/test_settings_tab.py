@@ -43,7 +43,9 @@ def test_a_choice_without_effect_on_this_machine_has_a_note_that_says_why(monkey
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
-def test_graph_memory_is_marked_as_useless_only_without_a_gpu(monkeypatch: pytest.MonkeyPatch, has_gpu: bool) -> None:
+def test_the_setting_graph_memory_is_marked_as_useless_only_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool
+) -> None:
     monkeypatch.setattr(effects.torch.cuda, "is_available", lambda: has_gpu)
     (option,) = (one for one in fields(Settings) if one.name == "memory_budget")
     expected = "" if has_gpu else "CUDA graphs need a GPU, and PyTorch sees none here"

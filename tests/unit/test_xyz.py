@@ -181,6 +181,8 @@ def test_a_cell_whose_option_has_no_effect_because_onediff_is_off_gets_a_comment
     (xyz.PRESET, "Balanced, Best", "no preset 'Best'"),
 ])
 def test_a_wrong_value_on_an_xyz_plot_axis_is_refused_with_a_sentence(name: str, text: str, part: str) -> None:
+    """name: the option of the axis. text: the values as the user writes them, at least one of them wrong. part: a part
+    of the message."""
     axis = axis_of(name)
     with pytest.raises(RuntimeError) as refusal:
         values_on(axis, text)
