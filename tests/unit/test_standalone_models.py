@@ -1,4 +1,5 @@
-"""The standalone host's models: the small random ones, and what cannot be loaded."""
+"""Models that the demo loads from folders and files, and those that it refuses: damaged ones, and those that would run
+code."""
 from __future__ import annotations
 
 import json
@@ -43,6 +44,7 @@ def damaged_folder(model_folder: Path, tmp_path: Path) -> Path:
 
 
 def assert_refused(model: Path, *parts: str) -> None:
+    """Check that loading this model raises a Refusal: one line that ends with a full stop and contains `parts`."""
     with pytest.raises(Refusal) as caught:
         load_model(str(model))
     sentence = str(caught.value)
@@ -52,9 +54,10 @@ def assert_refused(model: Path, *parts: str) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such names")
-def test_line_breaks_and_control_characters_of_a_folders_name_are_replaced_in_the_models_name(
+def test_control_characters_in_the_name_of_a_folder_are_replaced_in_the_name_of_the_model(
     model_folder: Path, tmp_path: Path
 ) -> None:
+    """A line break, and the first character of an escape sequence for terminals, become question marks."""
     folder = shutil.copytree(model_folder, tmp_path / "a\x1b[31m\nb")
     assert load_model(str(folder)).name == "a?[31m?b"
 
@@ -84,7 +87,7 @@ def test_a_pickled_checkpoint_is_refused_without_running_its_code(tmp_path: Path
 
 
 def test_a_folder_of_an_unsupported_architecture_is_refused(tmp_path: Path) -> None:
-    """Here a transformer's, which has no UNet."""
+    """The folder is that of a diffusion transformer, without unet/, vae/ and scheduler/."""
     (tmp_path / "transformer").mkdir()
     assert_refused(tmp_path, "not a Stable Diffusion 1.x, 2.x or XL model", "it has no unet/, vae/, scheduler/.")
 
@@ -144,6 +147,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize(("damage", "part"), DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_folder_is_refused_in_one_sentence(damaged_folder: Path, damage: Any, part: str) -> None:
+    """damage: a function that damages the folder. part: what the sentence contains."""
     damage(damaged_folder)
     assert_refused(damaged_folder, part)
 
@@ -187,7 +191,7 @@ def test_python_files_are_not_imported_even_without_the_check_for_them(
 
 
 def test_pickled_weights_in_a_folder_are_never_unpickled(damaged_folder: Path, tmp_path: Path) -> None:
-    """Whether there are safetensors beside them or not."""
+    """If there are safetensors weights beside them, these are loaded; otherwise the folder is refused."""
     witness = tmp_path / "witness"
     for name in ("diffusion_pytorch_model.bin", "pytorch_model.bin", "model.ckpt"):
         torch.save({"state_dict": Trap(witness)}, damaged_folder / "unet" / name)
@@ -197,10 +201,12 @@ def test_pickled_weights_in_a_folder_are_never_unpickled(damaged_folder: Path, t
     assert not witness.exists()
 
 
-def test_sharded_weights_float16_variants_and_old_attention_names_are_read(
+def test_sharded_weights_float16_variants_and_old_names_of_attention_layers_are_read(
     model_folder: Path, damaged_folder: Path
 ) -> None:
-    """Large models are sharded, and VAEs of old folders have other names for their attention."""
+    """The UNet's weights are split into several files, as those of large models. The VAE's are in float16, with the
+    names that old versions of diffusers gave to the layers of its attention. The loaded weights are those of the
+    unchanged folder."""
     saved = load_model(str(model_folder)).pipeline
     vae = load_file(model_folder / "vae" / UNET_WEIGHTS.name)
     (damaged_folder / UNET_WEIGHTS).unlink()
@@ -223,8 +229,9 @@ def same_weights(network: Any, expected: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("build", [tiny_sd15_pipeline, tiny_sdxl_pipeline])
-def test_our_loader_makes_the_same_pipeline_as_diffusers_from_pretrained(build: Any, tmp_path: Path) -> None:
-    """The same classes, weights, buffers, tokens and configurations for each component."""
+def test_our_loader_makes_the_same_pipeline_as_from_pretrained_of_diffusers(build: Any, tmp_path: Path) -> None:
+    """Each component has the same class, weights, buffers, tokens and configuration. build: makes the pipeline that is
+    saved and loaded."""
     import diffusers
 
     build().save_pretrained(tmp_path / "model")
@@ -251,7 +258,8 @@ def test_our_loader_makes_the_same_pipeline_as_diffusers_from_pretrained(build: 
     '{"unet": ["os", "system"], "_class_name": "own"}', '{"scheduler": ["subprocess", "Popen"]}', "[" * 100_000, "NaN",
 ])
 def test_a_damaged_or_hostile_model_index_is_ignored(damaged_folder: Path, index: str) -> None:
-    """diffusers would import the classes that model_index.json names. The folder's content decides here."""
+    """diffusers would import the classes that model_index.json names. Our loader chooses the pipeline by the other
+    files in the folder."""
     (damaged_folder / "model_index.json").write_text(index)
     assert type(load_model(str(damaged_folder)).pipeline).__name__ == "StableDiffusionPipeline"
 
@@ -260,7 +268,8 @@ def test_a_damaged_or_hostile_model_index_is_ignored(damaged_folder: Path, index
 def test_a_folder_with_a_link_that_leads_out_of_it_is_refused(
     model_folder: Path, damaged_folder: Path, linked: Path, link: Callable[[Path, Path], None]
 ) -> None:
-    """linked: the file or folder that is replaced by a link to another model's."""
+    """linked: what is replaced by a symbolic link to another model's file or folder; "notes" links to a folder of
+    models."""
     place = damaged_folder / linked
     if place.is_dir():
         shutil.rmtree(place)
@@ -272,8 +281,8 @@ def test_a_folder_with_a_link_that_leads_out_of_it_is_refused(
 def test_a_folder_of_a_hugging_face_cache_is_loaded(
     damaged_folder: Path, tmp_path: Path, link: Callable[[Path, Path], None]
 ) -> None:
-    """Its files are links to blobs of the same model's folder, which are followed; other links are refused there
-    too."""
+    """The folder's files are symbolic links to blobs of the same model in the cache, which are followed. A link to
+    another place is refused there too."""
     cache = tmp_path / "models--one--model"
     (cache / "blobs").mkdir(parents=True)
     snapshot = Path(shutil.copytree(damaged_folder, cache / "snapshots" / "abc"))
@@ -310,7 +319,8 @@ PARTS = {"unet": "diffusion_pytorch_model", "vae": "diffusion_pytorch_model", "t
 
 
 def index_weights(folder: Path, part: str, named: Any, ending: str = ".safetensors.index.json") -> Path:
-    """Rename the weights of a part, and write an index that names another file for them. Returns the renamed file."""
+    """Rename the weights of a component (part), and write an index of sharded weights that names another file for them.
+    Returns the renamed file."""
     whole = folder / part / f"{PARTS[part]}.safetensors"
     names = list(load(whole.read_bytes()))
     index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, named)}
@@ -328,7 +338,8 @@ OTHER_NAMES = (
 
 @pytest.mark.parametrize("named", OTHER_NAMES, ids=repr)
 def test_an_index_may_name_only_safetensors_files_of_its_own_folder(tmp_path: Path, named: Any) -> None:
-    """named: a file that an index must not name, and that would be read from elsewhere or unpickled."""
+    """An index lists the files of sharded weights. named: a value that is no such file, and for which another file
+    might be read or unpickled."""
     part = tmp_path / "unet"
     (part / "folder.safetensors").mkdir(parents=True)
     (part / "sub").mkdir()
@@ -346,6 +357,8 @@ def test_an_index_may_name_only_safetensors_files_of_its_own_folder(tmp_path: Pa
 def test_an_index_that_names_a_pickle_is_refused_before_anything_is_unpickled(
     damaged_folder: Path, part: str, named: str, unpickled: list[str]
 ) -> None:
+    """The index is that of sharded weights. part: the component whose weights it lists. named: the pickle, in the
+    component's folder or above it."""
     weights = index_weights(damaged_folder, part, named)
     torch.save(load(weights.read_bytes()), damaged_folder / part / named)
     assert_refused(damaged_folder, f"in {part} names {named!r}")
@@ -358,7 +371,8 @@ def test_an_index_that_names_a_pickle_is_refused_before_anything_is_unpickled(
 def test_an_index_is_checked_under_every_name_that_a_library_would_read(
     damaged_folder: Path, ending: str, unpickled: list[str]
 ) -> None:
-    """Each ending is one under which diffusers or transformers may look for an index."""
+    """Each ending is one under which diffusers or transformers may look for an index of sharded weights. The index
+    names a pickle."""
     index_weights(damaged_folder, "unet", "weights.bin", ending)
     assert_refused(damaged_folder, "names 'weights.bin'")
     assert unpickled == []
@@ -369,7 +383,7 @@ def test_an_index_is_checked_under_every_name_that_a_library_would_read(
     json.dumps({"weight_map": dict.fromkeys(map(str, range(20_001)), "diffusion_pytorch_model.safetensors")}),
     '{"weight_map": ' + " " * (33 << 20) + "{}}",
 ], ids=lambda text: text[:40].strip())
-def test_a_damaged_index_is_refused(damaged_folder: Path, index: str) -> None:
+def test_a_damaged_or_too_large_index_of_sharded_weights_is_refused(damaged_folder: Path, index: str) -> None:
     (damaged_folder / "unet" / "diffusion_pytorch_model.safetensors.index.json").write_text(index)
     assert_refused(damaged_folder, "diffusion_pytorch_model.safetensors.index.json in unet")
 
@@ -385,7 +399,8 @@ def test_a_pickle_beside_safetensors_weights_is_not_unpickled(damaged_folder: Pa
     "\uff41dapter_config.json",
 ])
 def test_an_adapter_is_refused_under_any_spelling_of_its_file_name(damaged_folder: Path, name: str) -> None:
-    """On file systems where these are one name, transformers would load the model that the adapter names."""
+    """adapter_config.json may name another model. On file systems where these spellings are the same name, transformers
+    would load that model."""
     (damaged_folder / "text_encoder" / name).write_text('{"base_model_name_or_path": "/other"}')
     assert_refused(damaged_folder, "contains an adapter")
 
@@ -404,9 +419,9 @@ NUMBERS: dict[str, Callable[[Path], object]] = {
     "no sample_size": change_json(*UNET_CONFIG, sample_size=None),
     "a text for a sample_size": change_json(*UNET_CONFIG, sample_size="64"),
     "a negative sample_size": change_json(*UNET_CONFIG, sample_size=-1),
-    "a sample_size of another world": change_json(*UNET_CONFIG, sample_size=10**30),
+    "a huge sample_size": change_json(*UNET_CONFIG, sample_size=10**30),
     "10^7 layers": change_json(*UNET_CONFIG, layers_per_block=10**7),
-    "10^7 transformers": change_json(*UNET_CONFIG, transformer_layers_per_block=[1, 10**7, 1, 1]),
+    "10^7 layers of a transformer": change_json(*UNET_CONFIG, transformer_layers_per_block=[1, 10**7, 1, 1]),
     "10^7 layers of a text encoder": change_json(*CONFIG, num_hidden_layers=10**7),
     "-5 layers": change_json(*CONFIG, num_hidden_layers=-5),
     "lists in lists": change_json(*UNET_CONFIG, transformer_layers_per_block=json.loads("[" * 700 + "]" * 700)),
@@ -424,10 +439,11 @@ NUMBERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("change", NUMBERS.values(), ids=NUMBERS)
-def test_a_configuration_with_impossible_numbers_is_refused_quickly(
+def test_a_configuration_with_impossible_values_is_refused_quickly(
     damaged_folder: Path, change: Callable[[Path], object], request: pytest.FixtureRequest
 ) -> None:
-    """Before a network of that size is made, which would take hours or all memory."""
+    """It is refused before a network of that size is made, which would take hours or all memory. change: writes the
+    value into a configuration."""
     began = time.process_time()
     change(damaged_folder)
     is_size = request.node.callspec.id.startswith("10^") and "steps" not in request.node.callspec.id
@@ -445,7 +461,8 @@ def test_a_configuration_with_impossible_numbers_is_refused_quickly(
 def test_classes_and_files_that_a_configuration_names_are_ignored(
     model_folder: Path, damaged_folder: Path, change: Callable[[Path], object]
 ) -> None:
-    """Weights and tokens are those of the unchanged folder."""
+    """The loaded weights and tokens are those of the unchanged folder. change: writes the names into the configuration
+    of a component."""
     change(damaged_folder)
     expected, loaded = (load_model(str(folder)).pipeline for folder in (model_folder, damaged_folder))
     assert same_weights(loaded.text_encoder, expected.text_encoder.state_dict())
@@ -457,6 +474,7 @@ def test_classes_and_files_that_a_configuration_names_are_ignored(
 
 
 def rewrite_tokenizer(folder: Path, words: Any, merges: Any, config: Any = None) -> None:
+    """Replace the tokenizer's files by these words with their numbers, merges, and perhaps a configuration."""
     for file in (folder / "tokenizer").iterdir():
         file.unlink()
     (folder / "tokenizer" / "vocab.json").write_text(json.dumps(words))
@@ -469,22 +487,27 @@ WORDS = {"a": 0, "b": 1, "ab": 2, "<|startoftext|>": 3, "<|endoftext|>": 4}
 TOKENIZERS: dict[str, tuple[Any, ...]] = {
     "no words": ({}, []), "a number twice": ({**WORDS, "c": 0}, []), "a negative number": ({**WORDS, "c": -1}, []),
     "a large number": ({**WORDS, "c": 2**31}, []), "no number": ({**WORDS, "c": "5"}, []),
-    "a word that lacks": (WORDS, ["a c"]), "a sum that lacks": (WORDS, ["b a"]), "three words": (WORDS, ["a b a"]),
+    "a merge of an unknown word": (WORDS, ["a c"]), "a merge into an unknown word": (WORDS, ["b a"]),
+    "a merge of three words": (WORDS, ["a b a"]),
     "a long word": ({**WORDS, "c" * 10_000: 5}, []),
     "an added token without letters": (WORDS, [], {"added_tokens_decoder": {"5": {"content": ""}}}),
-    "an added token of another world": (WORDS, [], {"added_tokens_decoder": {"9999999999": {"content": "x"}}}),
-    "a number for a token": (WORDS, [], {"pad_token": 5}),
+    "an added token with a huge number": (WORDS, [], {"added_tokens_decoder": {"9999999999": {"content": "x"}}}),
+    "a number as the padding token": (WORDS, [], {"pad_token": 5}),
 }
 
 
 @pytest.mark.parametrize("given", TOKENIZERS.values(), ids=TOKENIZERS)
-def test_a_damaged_vocabulary_is_refused(damaged_folder: Path, given: tuple[Any, ...]) -> None:
+def test_a_tokenizer_with_a_damaged_vocabulary_or_configuration_is_refused(
+    damaged_folder: Path, given: tuple[Any, ...]
+) -> None:
+    """given: the words with their numbers, the merges, and perhaps a configuration."""
     rewrite_tokenizer(damaged_folder, *given)
     assert_refused(damaged_folder, " in tokenizer")
 
 
 def test_only_the_words_and_merges_of_a_tokenizer_file_are_used(damaged_folder: Path, model_folder: Path) -> None:
-    """Each of these other values makes the tokenizer's Rust library panic, and some end the process."""
+    """The values that are changed in tokenizer.json make the tokenizer's Rust library panic if it reads them, and some
+    end the process. The tokens are those of the unchanged folder."""
     file = damaged_folder / "tokenizer" / "tokenizer.json"
     if not file.exists():
         pytest.skip("transformers 4 writes none")
@@ -501,8 +524,11 @@ class Panic(BaseException):
     """The exception that a panic of a Rust library raises in Python."""
 
 
-def test_a_panic_of_a_library_becomes_one_sentence(damaged_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A panic of a Rust library is no Exception in Python, so that `except Exception` lets it pass."""
+def test_a_model_whose_tokenizer_makes_the_rust_library_panic_is_refused_in_one_sentence(
+    damaged_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Python, a panic of a Rust library is a BaseException and no Exception, so that `except Exception` does not
+    catch it."""
     import transformers
 
     def panic(*given: Any, **options: Any) -> None:
@@ -521,7 +547,8 @@ def test_a_panic_of_a_library_becomes_one_sentence(damaged_folder: Path, monkeyp
     "tokenizer/vocab.json", "notes.txt", "scheduler/scheduler_config.json",
 ])
 def test_a_named_pipe_in_a_model_folder_is_refused_unopened(damaged_folder: Path, place: str) -> None:
-    """Opening a pipe would wait for ever for somebody to write into it."""
+    """Opening a named pipe (mkfifo) would wait for ever for another process to write into it. place: the pipe's path in
+    the folder."""
     (damaged_folder / place).unlink(missing_ok=True)
     os.mkfifo(damaged_folder / place)
     assert_refused(damaged_folder, "neither a file nor a folder")
@@ -529,8 +556,8 @@ def test_a_named_pipe_in_a_model_folder_is_refused_unopened(damaged_folder: Path
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such files")
 @pytest.mark.parametrize("name", ["model.safetensors", "model.ckpt", "model"])
-def test_a_pipe_in_place_of_a_checkpoint_is_not_read(tmp_path: Path, name: str) -> None:
-    """Opening a pipe would wait for ever for somebody to write into it."""
+def test_a_named_pipe_in_place_of_a_checkpoint_is_refused_unopened(tmp_path: Path, name: str) -> None:
+    """Opening a named pipe (mkfifo) would wait for ever for another process to write into it."""
     os.mkfifo(tmp_path / name)
     assert_refused(tmp_path / name, name)
 
@@ -543,7 +570,10 @@ def test_an_impossible_path_is_refused_in_one_short_line(path: str) -> None:
 
 
 @pytest.mark.parametrize("length", [2**63, 2**64 - 1, 99_000_000, 33 << 20])
-def test_a_file_that_is_not_complete_is_refused_whatever_length_its_header_claims(tmp_path: Path, length: int) -> None:
+def test_an_incomplete_safetensors_file_is_refused_whatever_length_it_claims_for_its_header(
+    tmp_path: Path, length: int
+) -> None:
+    """length: of the header in bytes, as the first 8 bytes of the file say. The file has 100 MB, mostly zeros."""
     file = tmp_path / "model.safetensors"
     with file.open("wb") as opened:
         opened.write(length.to_bytes(8, "little") + b"{" * 100)
@@ -551,8 +581,9 @@ def test_a_file_that_is_not_complete_is_refused_whatever_length_its_header_claim
     assert_refused(file, "not a complete .safetensors file")
 
 
-def test_a_file_is_loaded_only_if_its_name_ends_in_lowercase_safetensors(tmp_path: Path, unpickled: list[str]) -> None:
-    """Libraries choose the format by the file's name and would unpickle these, whatever their content is."""
+def test_a_file_is_refused_unless_its_name_ends_in_lowercase_safetensors(tmp_path: Path, unpickled: list[str]) -> None:
+    """Libraries choose the format by the file's name. They would unpickle the files that are refused here, whatever
+    their content is."""
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     for name in ("model.ckpt", "model.SAFETENSORS", "model.pt", "model.safetensors.bin", "model"):
         shutil.copy(tmp_path / "model.safetensors", tmp_path / name)
@@ -564,6 +595,7 @@ def test_a_file_is_loaded_only_if_its_name_ends_in_lowercase_safetensors(tmp_pat
 def test_a_folder_with_too_many_files_or_without_a_unet_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The limit, MOST_FILES, is 20 files here."""
     monkeypatch.setattr(model_files, "MOST_FILES", 20)
     for part in ("unet", "vae", "scheduler"):
         (tmp_path / part).mkdir()

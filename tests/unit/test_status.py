@@ -1,4 +1,4 @@
-"""The status on a page: its facts, escaped, and only those of the loaded model."""
+"""The status as HTML for a page: its facts, escaped, and only those of the loaded model."""
 from __future__ import annotations
 
 import html
@@ -32,7 +32,7 @@ def test_the_status_line_shows_every_fact_with_its_text_html_escaped() -> None:
 
 
 def test_the_status_says_why_a_model_is_not_served() -> None:
-    """Together with the notes and faults, which are escaped."""
+    """The status line also has the notes and faults, HTML-escaped."""
     found = status.current_status(WebUI("SomeUI 3", "not served yet"))
     assert found["route"] == "host" and found["reason"] == "not served yet" and not found["served"]
     assert (found["release"], found["hooks"], found["notes"]) == ("SomeUI 3", 0, [])
@@ -40,7 +40,10 @@ def test_the_status_says_why_a_model_is_not_served() -> None:
     assert "not served yet" in line and "Sage is not used." in line and "a fault &lt;of&gt; ours" in line
 
 
-def test_a_model_that_is_not_served_does_not_show_the_last_ones_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_status_of_a_model_that_is_not_served_shows_no_speed_of_the_last_served_model(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runtime still has the values of the last served model."""
     last = {**runtime.status(), **STATUS, "image": {"seconds": 2.0, "host_seconds": None, "steps": {"whole": 3}}}
     last["deepcache"] = {"full": 3, "cached": 0, "reason": "DeepCache is inactive: few steps"}
     monkeypatch.setattr(runtime, "status", lambda: last)
@@ -53,7 +56,8 @@ def test_a_model_that_is_not_served_does_not_show_the_last_ones_speed(monkeypatc
 
 
 def test_the_status_says_that_onediff_is_switched_off() -> None:
-    """The accordion's checkbox holds for a run and stays ticked, so the status says so."""
+    """OneDiff is off in the settings. The accordion's checkbox stays ticked, because it counts for single images only,
+    so that the status has to say it."""
     runtime.configure(Settings(enabled=False))
     found = status.current_status(WebUI("SomeUI 3", ""))
     assert (found["route"], found["reason"], found["enabled"]) == ("host", f"{OFF_IN_SETTINGS}.", False)
@@ -62,26 +66,28 @@ def test_the_status_says_that_onediff_is_switched_off() -> None:
 
 
 def test_nothing_of_the_last_image_is_shown_while_onediff_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The WebUI alone made the images since then, and decoded them."""
+    """The runtime still has the values of the last image that OneDiff made. Since then, the WebUI alone has made and
+    decoded the images."""
     last = {**runtime.status(), **STATUS, "vae": {"route": OURS, "reason": ""}}
     monkeypatch.setattr(runtime, "status", lambda: last)
     shown = status.status_html(status.current_status(WebUI("UI", "")))
-    assert "VAE: accelerated" in shown
+    assert "VAE: accelerated" in shown and "12.3 ms" in shown
     runtime.configure(Settings(enabled=False))
     shown = status.status_html(status.current_status(WebUI("UI", "")))
     runtime.configure(Settings())
-    assert OFF_IN_SETTINGS in html.unescape(shown) and "VAE" not in shown
+    assert OFF_IN_SETTINGS in html.unescape(shown) and "VAE" not in shown and "12.3 ms" not in shown
 
 
 def test_the_speedup_is_that_of_the_image_if_that_of_the_steps_is_unknown() -> None:
-    """2.5x: 5.0 s by the WebUI divided by 2.0 s."""
+    """2.5x: the WebUI's 5.0 s divided by OneDiff's 2.0 s."""
     made = {**STATUS, "ratio": None, "image": {"seconds": 2.0, "host_seconds": 5.0, "steps": {"whole": 20}}}
     shown = re.sub("<.*?>", "", status.summary_html(made))
     assert shown.startswith("2.0 s/image (WebUI 5.0 s), 12.3 ms/step (WebUI 24.7 ms), 2.5x faster, ")
 
 
-def test_a_bar_divides_an_images_seconds_beside_a_bar_of_the_webuis() -> None:
-    """Widths are percentages of the longer time. No bar of an interrupted image, or of one without times."""
+def test_a_bar_shows_the_parts_of_the_time_of_an_image_beside_a_bar_of_the_time_of_the_webui() -> None:
+    """Widths are percentages of the longer time. If the WebUI's time is unknown, its bar is missing. An interrupted
+    image, and one without known times, have no bars."""
     image = {"seconds": 2.0, "host_seconds": 5.0, "state": "done", "steps": {"whole": 20},
              "spent": {"unet": 1.2, "first_use": 0.0, "vae": 0.5, "rest": 0.3}}
     shown = status.spent_html({**STATUS, "image": image})

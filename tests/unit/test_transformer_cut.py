@@ -1,5 +1,9 @@
-"""Full and cached passes of a transformer: the first blocks run at every step, the change by the other blocks is kept.
-The oracle is diffusers' own forward, with one block that adds the kept change in place of the others."""
+"""DeepCache in a transformer. A full pass runs all blocks, and keeps the change that the blocks behind the cut add to
+the tokens; a cached pass runs the blocks before the cut, and adds the kept change. The reference is diffusers' own
+forward, in which one block that adds the kept change replaces the blocks behind the cut.
+
+depth: the number of blocks before the cut.
+"""
 from __future__ import annotations
 
 import copy
@@ -27,7 +31,7 @@ TIMES = [1 - step / 12 for step in range(12)]
 
 
 class AddChange(nn.Module):
-    """A block that adds a constant change, in place of the blocks that a cached step leaves out."""
+    """A block that adds a constant change, in place of the blocks behind the cut."""
 
     def __init__(self, change: Tensor) -> None:
         super().__init__()
@@ -38,8 +42,8 @@ class AddChange(nn.Module):
 
 
 class HostCut:
-    """diffusers' forward of a network, as a full or a cached pass. change: the sum that the blocks behind the cut have
-    added at the last full pass."""
+    """The reference: full and cached passes of a copy of a network, by diffusers' forward. change: what the blocks
+    behind the cut have added in the last full pass."""
 
     def __init__(self, unet: Any, depth: int) -> None:
         self.unet = copy.deepcopy(unet)
@@ -48,6 +52,7 @@ class HostCut:
 
     @torch.no_grad()
     def whole(self, given: dict[str, Any]) -> Tensor:
+        """The output of a full pass. Keeps the change."""
         blocks = self.unet.transformer_blocks
         found: list[Tensor] = []
         hooks = [
@@ -62,6 +67,7 @@ class HostCut:
 
     @torch.no_grad()
     def cached(self, given: dict[str, Any]) -> Tensor:
+        """The output of a cached pass."""
         blocks = self.unet.transformer_blocks
         self.unet.transformer_blocks = nn.ModuleList([*blocks[:self.depth], AddChange(self.change)])
         try:
@@ -71,13 +77,14 @@ class HostCut:
 
 
 def cut_at(given: Call, depth: int, memory: CutMemory, reads: bool) -> Any:
+    """The call as a full pass (reads=False) or a cached pass (reads=True). memory: where the change is kept."""
     return replace(given, cut=Cut(depth, reads, memory))
 
 
 @pytest.mark.parametrize("depth", [*DEPTHS, 11])
-def test_the_cut_changes_no_full_pass_of_a_transformer_and_a_cached_pass_repeats_its_output(depth: int) -> None:
-    """DeepCache: a full pass keeps the change by the blocks behind the cut and equals the forward to the bit; a cached
-    pass (reads=True) of the same call adds the kept change."""
+def test_a_full_pass_equals_the_forward_without_a_cut_and_a_cached_pass_repeats_its_output(depth: int) -> None:
+    """Full pass: equal to the bit. Cached pass of the same call: close to the full pass, whose change it adds. A depth
+    of 11 is more than the network's four blocks."""
     unet = network(num_layers=BLOCKS)
     bound = BoundNetwork(unet)
     given = cosmos_call(unet, **call())
@@ -88,8 +95,8 @@ def test_the_cut_changes_no_full_pass_of_a_transformer_and_a_cached_pass_repeats
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_a_cached_pass_repeats_the_full_passs_output_in_half_precision(dtype: torch.dtype) -> None:
-    """To one rounding of the dtype, because the change is kept in it."""
+def test_in_half_precision_a_cached_pass_repeats_the_output_of_the_full_pass(dtype: torch.dtype) -> None:
+    """The relative error is below one rounding of the dtype, in which the change is kept."""
     unet = network(num_layers=BLOCKS).to(dtype)
     bound = BoundNetwork(unet)
     given = cosmos_call(unet, **call())
@@ -101,8 +108,9 @@ def test_a_cached_pass_repeats_the_full_passs_output_in_half_precision(dtype: to
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_a_cached_pass_is_close_to_the_hosts_first_blocks_plus_the_kept_change(depth: int) -> None:
-    """At a later timestep than the full pass. The host's full forward at that timestep has another output."""
+def test_a_cached_pass_is_close_to_the_first_blocks_of_the_host_plus_the_kept_change(depth: int) -> None:
+    """The cached pass has another timestep than the full pass before it. A full pass of the host at that timestep has
+    another output."""
     unet = network(num_layers=BLOCKS)
     bound = BoundNetwork(unet)
     host = HostCut(unet, depth)
@@ -118,7 +126,8 @@ def test_a_cached_pass_is_close_to_the_hosts_first_blocks_plus_the_kept_change(d
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_the_units_of_a_cached_pass_are_the_weights_that_it_reads(depth: int) -> None:
-    """check_reads() compares both, and raises. Units decide which weights are streamed."""
+    """Units are groups of layers in the order in which their weights are streamed. check_reads() raises if they do not
+    name the weights that the pass reads."""
     unet = network(num_layers=BLOCKS)
     bound = BoundNetwork(unet)
     given = cosmos_call(unet, **call())
@@ -141,18 +150,20 @@ def unet() -> Iterator[Any]:
 
 
 def step_at(number: int) -> dict[str, Any]:
+    """The arguments of a step of a sampling, by its number."""
     given = call()
     return {**given, "timestep": torch.full((2,), TIMES[number]), "hidden_states": given["hidden_states"] + number}
 
 
 def cached_steps() -> int:
+    """How many cached passes the status counts."""
     return int(runtime.status()["deepcache"]["cached"])
 
 
 @torch.no_grad()
 def run_steps(unet: Any, host: HostCut) -> int:
-    """Run a network and its oracle through a sampling of TIMES, and compare the outputs. Returns the number of cached
-    passes."""
+    """Run a network through a sampling of TIMES, and compare each output with HostCut's for a full or a cached pass.
+    Returns the number of cached passes."""
     found = 0
     with lib_onediff.sampling(unet, timesteps=TIMES):
         for number in range(len(TIMES)):
@@ -168,7 +179,8 @@ def run_steps(unet: Any, host: HostCut) -> int:
 
 
 def test_deepcache_computes_only_the_first_blocks_of_a_transformer_in_five_of_twelve_steps(unet: Any) -> None:
-    """run_steps() compares every step with the oracle."""
+    """The network has deepcache_interval=2, and one block before the cut. run_steps() compares every output with the
+    reference."""
     assert run_steps(unet, HostCut(unet, 1)) == 5
     assert runtime.status()["deepcache"]["reason"] == ""
 
@@ -179,11 +191,11 @@ def test_deepcache_computes_only_the_first_blocks_of_a_transformer_in_five_of_tw
     ({"deepcache_interval": 2, "deepcache_depth": 2}, 2, 5),
     ({"deepcache_interval": 2, "transformer_interval": 1}, 1, 0),
 ], ids=str)
-def test_transformer_interval_and_depth_1_override_deepcaches_options(
+def test_transformer_interval_with_a_depth_of_1_overrides_the_options_of_deepcache(
     options: dict[str, int], depth: int, cached: int
 ) -> None:
-    """depth and cached: the cut, and the number of cached steps of twelve. The infotext names the options that were
-    followed."""
+    """depth and cached: the blocks before the cut, and the number of cached passes in twelve steps, that follow from
+    the options. The infotext has the options that were followed, none if there was no cached pass."""
     unet = lib_onediff.compile_unet(network(num_layers=BLOCKS), **options)
     assert run_steps(unet, HostCut(unet, depth)) == cached
     followed = TRANSFORMER_OPTIONS if "transformer_interval" in options else DEEPCACHE_OPTIONS
@@ -192,18 +204,24 @@ def test_transformer_interval_and_depth_1_override_deepcaches_options(
 
 
 def test_transformer_interval_has_no_effect_on_unets() -> None:
-    unet = lib_onediff.compile_unet(diffusers_unet(), transformer_interval=2)
-    with lib_onediff.sampling(unet, timesteps=range(1000, 0, -50)):
-        for time in range(1000, 800, -50):
-            unet(torch.randn(1, 4, 8, 8), time, torch.randn(1, 77, CONTEXT_WIDTH))
-    assert runtime.status()["deepcache"]["cached"] == 0
-    lib_onediff.uncompile_unet(unet)
+    """With deepcache_interval in its place, the same sampling has cached passes."""
+    for option, has_cached in (("transformer_interval", False), ("deepcache_interval", True)):
+        unet = lib_onediff.compile_unet(diffusers_unet(), **{option: 2})
+        before = cached_steps()
+        # DeepCache computes a full pass when the prompt changes.
+        prompt = torch.randn(1, 77, CONTEXT_WIDTH)
+        with torch.no_grad(), lib_onediff.sampling(unet, timesteps=range(1000, 0, -50)):
+            for time in range(1000, 0, -50):
+                unet(torch.randn(1, 4, 8, 8), time, prompt)
+        assert (cached_steps() > before) is has_cached
+        lib_onediff.uncompile_unet(unet)
 
 
 @pytest.mark.parametrize("path", ["transformer_blocks.0.attn1.to_q", "transformer_blocks.2.ff.net.2", "proj_out"])
 @torch.no_grad()
 def test_an_edit_before_or_behind_the_cut_takes_effect_at_the_next_step(unet: Any, path: str) -> None:
-    """path: of a layer before the cut (block 0), behind it, or at the end."""
+    """path: of the edited layer, in the block before the cut, behind the cut, or after all blocks. The next output is
+    compared with a full pass of the reference with the same edit."""
     host = HostCut(unet, 1)
     with lib_onediff.sampling(unet, timesteps=TIMES):
         for number in (0, 1, 2, 3):

@@ -1,4 +1,5 @@
-"""Inputs of other dtypes and shapes after a shape was checked: the output is the host's, and so are exceptions."""
+"""Inputs of other dtypes and shapes, after OneDiff has served a usual call: the output is close to the host's, or the
+same exception is raised."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ RESIDUALS = "down_block_additional_residuals", "mid_block_additional_residual"
 
 
 def arguments_of(unet: Any) -> Arguments:
-    """The arguments of a usual call, with size numbers and a ControlNet's residuals."""
+    """The arguments of a usual call, with a ControlNet's residuals, and SDXL's time_ids if the UNet takes them."""
     given = diffusers_arguments(a_call(unet))
     if given["added_cond_kwargs"] is not None:
         label = given["added_cond_kwargs"]["text_embeds"]
@@ -39,6 +40,7 @@ def arguments_of(unet: Any) -> Arguments:
 
 
 def other_shapes(tensor: Tensor) -> Iterator[Tensor | None]:
+    """Variants of a tensor in other shapes; None stands for a missing one."""
     yield from (tensor[:1], tensor[..., :1], tensor[..., :-1], torch.cat([tensor, tensor[:1]]), tensor[None])
     yield from (tensor[..., None], tensor.flatten(), tensor[:0], tensor[0], None)
     yield torch.cat([tensor, tensor[..., :1]], dim=-1)
@@ -56,6 +58,7 @@ def changed(given: Arguments, name: str, of: Callable[[Tensor], Any]) -> Argumen
 
 
 def others_like(given: Arguments) -> Iterator[tuple[str, Arguments]]:
+    """(description, arguments) of each variant of a usual call."""
     added = given["added_cond_kwargs"] or {}
     for name in (*TENSORS, *RESIDUALS):
         tensor = added.get(name, given.get(name))
@@ -81,6 +84,7 @@ def others_like(given: Arguments) -> Iterator[tuple[str, Arguments]]:
 
 
 def outcome(forward: Callable[..., Any], given: Arguments) -> Tensor | type[Exception]:
+    """The output of a forward, or the class of the exception that it raises."""
     # The host removes the members of some lists.
     given = {name: list(value) if isinstance(value, list) else value for name, value in given.items()}
     try:
@@ -91,6 +95,7 @@ def outcome(forward: Callable[..., Any], given: Arguments) -> Tensor | type[Exce
 
 
 def same_outcome(ours: Tensor | type[Exception], hosts: Tensor | type[Exception]) -> bool:
+    """Whether both outputs are close, with one dtype and shape, or both exceptions have one class."""
     if isinstance(ours, Tensor) and isinstance(hosts, Tensor):
         same = ours.dtype == hosts.dtype and ours.shape == hosts.shape
         return same and (torch.equal(ours, hosts) or relative_error(ours, hosts) < CLOSE)
@@ -112,10 +117,12 @@ def differing(unet: Any, given: Arguments) -> list[str]:
 
 @pytest.mark.parametrize("config", [SMALL, SMALL_XL, LCM], ids=["SD", "SDXL", "LCM"])
 @pytest.mark.parametrize("residuals", [False, True], ids=["", "residuals"])
-def test_after_a_check_inputs_of_any_dtype_and_shape_give_the_hosts_output_or_exception(
+def test_inputs_of_any_dtype_and_shape_give_the_output_or_exception_of_the_host(
     config: Arguments, residuals: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Our output is close to the host's, and an exception has the same class. The usual call is served as before."""
+    """The inputs are variants of a usual call, which was served and checked before. Outputs are close to the host's,
+    exceptions have the same class. residuals: with a ControlNet's residuals. Afterwards, OneDiff still serves the usual
+    call."""
     unet = lib_onediff.compile_unet(diffusers_unet(**config))
     given = {name: one for name, one in arguments_of(unet).items() if residuals or name not in RESIDUALS}
     for _ in range(2):
@@ -128,10 +135,11 @@ def test_after_a_check_inputs_of_any_dtype_and_shape_give_the_hosts_output_or_ex
     assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
 
 
-def test_beside_a_graph_inputs_of_any_dtype_and_shape_give_the_hosts_output_or_exception(
+def test_with_a_graph_inputs_of_any_dtype_and_shape_give_the_output_or_exception_of_the_host(
     pretended: PretendedGraphs
 ) -> None:
-    """The usual call is a graph's before and after them."""
+    """The inputs are variants of a usual call, which a graph serves before and after them. Outputs are close to the
+    host's, exceptions have the same class."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL), backend=NATIVE)
     given = {name: one for name, one in arguments_of(unet).items() if name not in RESIDUALS}
     for _ in range(4):

@@ -19,6 +19,7 @@ SECONDS = 0.5
 
 @pytest.fixture(autouse=True)
 def threads_take_turns_often() -> Iterator[None]:
+    """Let Python switch between threads every microsecond."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -26,7 +27,7 @@ def threads_take_turns_often() -> Iterator[None]:
 
 
 def while_another_adds(add: Callable[[int], object], walk: Callable[[], object]) -> None:
-    """Call walk() repeatedly while another thread adds things. Raises what walk() raises."""
+    """Call walk() repeatedly while another thread calls add(0), add(1), and so on. Raises what walk() raises."""
     ended = threading.Event()
 
     def adding() -> None:
@@ -46,8 +47,8 @@ def while_another_adds(add: Callable[[int], object], walk: Callable[[], object])
         thread.join()
 
 
-def test_entries_can_be_forgotten_while_another_thread_adds_some() -> None:
-    """Python raises where a dictionary changes while it is iterated."""
+def test_entries_of_the_shape_table_can_be_forgotten_while_another_thread_adds_some() -> None:
+    """Python raises RuntimeError if a dictionary changes while it is iterated."""
     table = ShapeTable()
     keys = [dataclasses.replace(KEY, batch=number) for number in range(2000)]
     for key in keys:
@@ -60,6 +61,7 @@ def test_entries_can_be_forgotten_while_another_thread_adds_some() -> None:
 
 
 def test_a_weak_dictionary_can_be_listed_while_another_thread_changes_it() -> None:
+    """Python raises RuntimeError if a dictionary changes while it is iterated."""
     modules = [nn.Identity() for _ in range(1000)]
     known: WeakDictionary[nn.Module, int] = WeakDictionary({module: 0 for module in modules[:500]})
 

@@ -1,4 +1,4 @@
-"""diffusers' ZImageTransformer2DModel, computed by OneDiff: the same output as by its own forward."""
+"""diffusers' ZImageTransformer2DModel, computed by OneDiff: the output is close to that of its own forward."""
 from __future__ import annotations
 
 from functools import partial
@@ -42,7 +42,8 @@ def call(height: int = 6, width: int = 10, tokens: tuple[int, ...] = (5, 20)) ->
 
 @torch.no_grad()
 def ours(unet: Any, given: dict[str, Any]) -> Tensor:
-    """The samples of a call, computed by our forward, after a check that they are the host's."""
+    """The samples of a call, computed by our forward, after a check that they are close to those of diffusers' own
+    forward."""
     output = unet(**given)
     expected = own_forward(unet)(**given)
     assert type(output) is type(expected)
@@ -52,9 +53,9 @@ def ours(unet: Any, given: dict[str, Any]) -> Tensor:
     return torch.stack(unet(**given, return_dict=False)[0])
 
 
-def test_our_output_is_close_to_the_hosts_and_an_edit_takes_effect_at_the_next_call() -> None:
-    """ours() compares. With prompts that are padded to one length, and to several; the edits are of a padding token and
-    of four kinds of layers."""
+def test_our_output_is_close_to_that_of_diffusers_and_an_edit_takes_effect_at_the_next_call() -> None:
+    """ours() compares each output. The prompts of a batch are padded to one length, or to several. The edits are of a
+    padding token and of four kinds of layers."""
     unet = lib_onediff.compile_unet(network())
     for inputs in ((6, 10, (1,)), (14, 2, (32, 9)), (8, 8, (600, 33)), (16, 24, (70, 3, 64))):
         given = call(*inputs)
@@ -70,10 +71,10 @@ def test_our_output_is_close_to_the_hosts_and_an_edit_takes_effect_at_the_next_c
 
 
 @torch.no_grad()
-def test_a_graph_replays_prompts_of_other_lengths_that_are_padded_alike(
+def test_a_graph_serves_prompts_of_other_lengths_that_are_padded_to_the_same_length(
     pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All lengths are padded to 32 tokens."""
+    """All prompts are padded to 32 tokens. Outputs are compared with those of diffusers' own forward."""
     monkeypatch.setattr(runtime.two_gpus, "is_used", False)
     unet = lib_onediff.compile_unet(network(), backend=NATIVE)
     for tokens in ((9, 31), (20, 3), (32, 1), (5, 32)):
@@ -85,8 +86,8 @@ def test_a_graph_replays_prompts_of_other_lengths_that_are_padded_alike(
 
 
 def test_loras_are_computed_and_uncompiling_restores_the_pipeline() -> None:
-    """PEFT's, on eight kinds of layers. Without them the output is as before, and after uncompiling equal to the
-    bit."""
+    """LoRAs of PEFT on eight kinds of layers. ours() compares the output with them with diffusers' own; without them
+    the output is as before, and after uncompiling it is equal to the bit."""
     peft = pytest.importorskip("peft")
     unet = network()
     expected = unet(**call()).sample
@@ -103,8 +104,8 @@ def test_loras_are_computed_and_uncompiling_restores_the_pipeline() -> None:
 
 
 @torch.no_grad()
-def test_the_images_of_a_z_image_pipeline_are_close_to_the_hosts() -> None:
-    """With guidance, prompts of several lengths, and Flux's VAE, which OneDiff computes too."""
+def test_the_images_of_a_z_image_pipeline_are_close_to_those_of_diffusers() -> None:
+    """With guidance, and prompts of several lengths. The VAE is of Flux's kind, and OneDiff computes it too."""
     diffusers = pytest.importorskip("diffusers")
     blocks = 2
     vae = randomise(diffusers.AutoencoderKL(
@@ -133,7 +134,7 @@ def test_the_images_of_a_z_image_pipeline_are_close_to_the_hosts() -> None:
 
 
 def test_units_of_z_image_name_every_layer_once() -> None:
-    """Units decide in which order weights are streamed."""
+    """Units are groups of layers in the order in which their weights are streamed."""
     layout = FAMILIES.read(network())
     family = FAMILIES.of(layout)
     named = [name for unit in family.units(layout, family.example(layout, (8, 8), 1, 77, torch.randn)) for name in unit]
@@ -157,4 +158,6 @@ def test_units_of_z_image_name_every_layer_once() -> None:
 def test_an_unsupported_z_image_network_or_call_is_computed_by_diffusers(
     where: str, change: dict[str, Any], reason: str
 ) -> None:
+    """where: what is unsupported: the configuration, a block, or an argument of the call. change: its unsupported
+    values. reason: a part of the reason in the status."""
     check_left_to_the_host(network, "layers.1", call(), where, change, reason)

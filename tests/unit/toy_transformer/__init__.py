@@ -1,1 +1,2 @@
-"""A small transformer as a family, as "Add a transformer" in .readme/developing.md adds it."""
+"""A small transformer that is added to OneDiff as a family, in the steps of "Add a transformer" in
+.readme/developing.md."""

@@ -1,4 +1,4 @@
-"""What one call of a toy transformer is."""
+"""The arguments of one call of a toy transformer."""
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a toy transformer is, which parameter does what without holding any; read from the host's module."""
+"""The structure of a toy transformer: which parameter does what, without holding any."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ def is_toy_transformer(module: nn.Module) -> bool:
 
 
 def read_toy_transformer(network: Any) -> ToyTransformerLayout:
-    """Raises Refusal with the reason for a module that is built in another way."""
+    """The layout of a toy transformer. Raises Refusal with the reason for a module that is built in another way."""
     leaves = LeafReader(network)
     layout = ToyTransformerLayout(
         in_channels=network.patches.in_features // PATCH**2,
