@@ -222,9 +222,9 @@ def peak(work: Callable[[], object]) -> int:
 
 
 def test_calls_with_float8_weights_need_no_second_copy_of_the_unet() -> None:
-    """Without graphs, whose memory has a budget of its own. What OneDiff keeps and its peak in a call are together at
-    most 64 MiB above the host's peak in a call. The LoRA's factors and small parameters, of which OneDiff keeps copies,
-    do not count."""
+    """The calls run without graphs, whose memory has a budget of its own. What OneDiff keeps and its peak in a call are
+    together at most 64 MiB above the host's peak in a call. The LoRA's factors and small parameters, of which OneDiff
+    keeps copies, do not count."""
     unet = host_unet("sdxl", torch.float8_e4m3fn)
     call = call_for(unet, 1024)
     add_lora(unet, 0.5)

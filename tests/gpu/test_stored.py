@@ -273,8 +273,8 @@ def needs_the_units(request: pytest.FixtureRequest) -> None:
 def test_the_error_of_a_linear_layer_is_that_of_rounding_its_input(
     values: torch.dtype, rotation: int, lora: bool, rows: int, dtype: torch.dtype
 ) -> None:
-    """The weight is stored in 8 bits (values: their dtype). The error is within the limit of check_error(). rows: of
-    each of two images."""
+    """The weight is stored in 8 bits (values: their dtype). The error against float64 is within the limit of
+    check_error(). rows: the tokens of each of two images."""
     layer = layer_in_eight_bits(3072, 1024, values, rotation, dtype, lora)
     check_error(lambda ops, of, layer: ops.linear(rounded_random(of, dtype, 2, rows, 1024), layer), dtype, layer)
 
@@ -285,8 +285,8 @@ def test_the_error_of_a_linear_layer_is_that_of_rounding_its_input(
 def test_the_error_of_layers_after_an_adaptive_norm_is_that_of_rounding_their_input(
     values: torch.dtype, rotation: int, lora: bool, bias: bool, dtype: torch.dtype
 ) -> None:
-    """Each of two layers follows an adaptive norm of the residual, to which its output is then added. The error is
-    within the limit of check_error()."""
+    """Each of two layers follows an adaptive norm of the residual, to which its output is then added. The error against
+    float64 is within the limit of check_error()."""
     layer = layer_in_eight_bits(2048, 2048, values, rotation, dtype, lora)
     layer = layer if bias else layer._replace(bias=None)
 
@@ -311,8 +311,8 @@ def test_the_error_of_layers_after_an_adaptive_norm_is_that_of_rounding_their_in
 def test_the_error_of_the_feed_forward_of_a_unet_is_that_of_rounding_its_inputs(
     values: torch.dtype, rotation: int, lora: bool, dtype: torch.dtype
 ) -> None:
-    """Two layer norms, and a GEGLU between two linear layers, at SDXL's widths. The error is within the limit of
-    check_error()."""
+    """Two layer norms, and a GEGLU between two linear layers, at SDXL's widths. The error against float64 is within the
+    limit of check_error()."""
     into = layer_in_eight_bits(10240, 1280, values, rotation, dtype, lora)
     out = layer_in_eight_bits(1280, 5120, values, rotation, dtype, lora)
 
@@ -333,7 +333,8 @@ def test_the_error_of_the_feed_forward_of_a_unet_is_that_of_rounding_its_inputs(
 def test_the_error_of_the_feed_forward_of_anima_is_that_of_rounding_its_inputs(
     values: torch.dtype, rotation: int, lora: bool, dtype: torch.dtype
 ) -> None:
-    """A GELU between two linear layers, at Anima's widths. The error is within the limit of check_error()."""
+    """A GELU between two linear layers, at Anima's widths. The error against float64 is within the limit of
+    check_error()."""
     into, out = (layer_in_eight_bits(*shape, values, rotation, dtype, lora) for shape in ((8192, 2048), (2048, 8192)))
 
     def work(ops: Any, of: torch.dtype, into: LayerWeights, out: LayerWeights) -> Tensor:

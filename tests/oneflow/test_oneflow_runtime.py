@@ -23,7 +23,7 @@ def last_backend_and_route() -> tuple[str, str]:
 
 
 def test_eager_serves_until_the_graph_of_oneflow_is_compiled_and_checked() -> None:
-    """Then the backend oneflow serves. Its first output was compared with diffusers'. All outputs are close to
+    """Afterwards the backend oneflow serves, whose first output was compared with diffusers'. All outputs are close to
     diffusers'; after uncompiling, the output equals diffusers' to the bit."""
     unet = compile_unet(diffusers_unet(**SMALL_XL), backend="oneflow")
     call = a_call(unet)

@@ -95,7 +95,7 @@ def test_the_budget_is_limited_to_the_gpu_memory_and_is_a_quarter_of_it_by_defau
 
 
 def test_without_a_gpu_graphs_are_allowed_no_memory() -> None:
-    """With the default budget, and with one of 100 MiB."""
+    """This holds for the default budget (0) and for one of 100 MiB."""
     card = SimpleNamespace(total=lambda device=None: 0)
     assert holdings(card).allowed(0) == 0 and holdings(card).allowed(100) == 0
 

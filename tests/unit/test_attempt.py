@@ -296,8 +296,8 @@ def test_a_patched_method_refuses_invalid_arguments_as_without_our_patch() -> No
 def test_a_model_that_we_fail_to_read_runs_in_diffusers_and_the_fault_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    """Families.read, which finds out a model's layers, raises. At the first call the status has the fault as its
-    reason, and later that OneDiff has failed to read the model. Outputs equal diffusers' own."""
+    """Families.read, which reads a model's layers, raises. At the first call the status has the fault as its reason,
+    and later that OneDiff has failed to read the model. Outputs equal diffusers' own."""
     unet = diffusers_unet()
     given = diffusers_arguments(a_call(unet))
     monkeypatch.setattr(registry.Families, "read", raises(TypeError("ours")))

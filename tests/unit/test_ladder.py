@@ -218,8 +218,9 @@ def test_the_backend_of_a_unet_may_change_between_calls(native_operators: StandI
 def test_weights_keep_their_memory_format_if_our_forward_and_the_host_alternate(
     native_operators: StandInOperators
 ) -> None:
-    """The host serves calls with an argument of attention that our forward does not take. They must not change the
-    memory format back, which would invalidate graphs. In a sampling that is announced, and outside of one."""
+    """The host serves calls with an argument of attention that our forward does not take. These calls must not change
+    the memory format back, which would invalidate graphs: neither in a sampling that is announced
+    (lib_onediff.sampling) nor outside of one."""
     unet = small_xl()
     call = a_call(unet)
     given = call.latent, call.timestep, call.context

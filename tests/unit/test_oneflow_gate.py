@@ -67,12 +67,12 @@ def tried(folder: Path, seconds: float = 120.0) -> str | None:
     ((3, 13), "linux", "x86_64", ["Python 3.10", "3.13"]), (None, "win32", "AMD64", ["Linux", "AMD64"]),
     (None, "linux", "aarch64", ["Linux", "aarch64"]), (None, "linux", "x86_64", ["not installed", ".readme/hosts.md"]),
 ])
-def test_the_reason_names_the_python_system_processor_or_package_that_oneflow_lacks(
+def test_the_reason_names_what_the_machine_lacks_for_oneflow(
     monkeypatch: pytest.MonkeyPatch, machine: Path, python: tuple[int, int] | None, system: str, processor: str,
     said: list[str],
 ) -> None:
-    """python: None for a version that OneFlow supports. said: parts of the reason. In the last case, only the package
-    is missing."""
+    """The machine has another Python, system or processor than OneFlow needs, or lacks OneFlow's package. python: None
+    for a version that OneFlow supports. said: parts of the reason."""
     if python is not None:
         monkeypatch.setattr(oneflow_gate, "PYTHON", (3, 10))
         monkeypatch.setattr(sys, "version_info", (*python, 1))

@@ -79,8 +79,8 @@ def unet() -> Any:
 def test_within_a_sampling_calls_with_the_prompt_in_new_tensors_are_replayed_by_the_plan(
     unet: Any, calls_without_plan: list[UNetCall]
 ) -> None:
-    """The prompt may also have other values, as the syntax [a:b:0.5] gives it in the middle of a sampling. The first
-    call of the next sampling has no plan. Outputs are compared with diffusers' own."""
+    """The prompt may also have other values, as A1111's prompt syntax [a:b:0.5] gives it in the middle of a sampling.
+    The first call of the next sampling has no plan. Outputs are compared with diffusers' own."""
     call = a_call(unet)
     runtime.begin_sampling(unet)
     ready(unet, call, copied)

@@ -109,7 +109,7 @@ def test_all_addresses_of_an_ipv6_network_count_as_one_client(log_in: Any) -> No
 
 
 def test_the_number_of_counts_kept_in_memory_is_limited(log_in: Any) -> None:
-    """A count is that of the wrong passwords for one account from one address."""
+    """A count is that of the wrong passwords for one account from one address. At most MOST_COUNTS of them are kept."""
     for number in range(logins.MOST_COUNTS + 100):
         log_in("ann", "wrong", f"address {number}")
     assert len(log_in.logins._failures) == logins.MOST_COUNTS

@@ -56,8 +56,8 @@ def test_the_status_of_a_model_that_is_not_served_shows_no_speed_of_the_last_ser
 
 
 def test_the_status_says_that_onediff_is_switched_off() -> None:
-    """OneDiff is off in the settings. The accordion's checkbox stays ticked, because it counts for single images only,
-    so that the status has to say it."""
+    """OneDiff is off in the settings. The accordion's checkbox applies to one run at a time and stays ticked, so that
+    only the status shows it."""
     runtime.configure(Settings(enabled=False))
     found = status.current_status(WebUI("SomeUI 3", ""))
     assert (found["route"], found["reason"], found["enabled"]) == ("host", f"{OFF_IN_SETTINGS}.", False)

@@ -83,8 +83,8 @@ def cut_at(given: Call, depth: int, memory: CutMemory, reads: bool) -> Any:
 
 @pytest.mark.parametrize("depth", [*DEPTHS, 11])
 def test_a_full_pass_equals_the_forward_without_a_cut_and_a_cached_pass_repeats_its_output(depth: int) -> None:
-    """Full pass: equal to the bit. Cached pass of the same call: close to the full pass, whose change it adds. A depth
-    of 11 is more than the network's four blocks."""
+    """A full pass equals the forward to the bit. A cached pass of the same call adds the change that the full pass has
+    kept, and is close to it. A depth of 11 is more than the network's four blocks."""
     unet = network(num_layers=BLOCKS)
     bound = BoundNetwork(unet)
     given = cosmos_call(unet, **call())
@@ -204,7 +204,7 @@ def test_transformer_interval_with_a_depth_of_1_overrides_the_options_of_deepcac
 
 
 def test_transformer_interval_has_no_effect_on_unets() -> None:
-    """With deepcache_interval in its place, the same sampling has cached passes."""
+    """A sampling of a UNet has no cached pass. With deepcache_interval instead of transformer_interval, it has some."""
     for option, has_cached in (("transformer_interval", False), ("deepcache_interval", True)):
         unet = lib_onediff.compile_unet(diffusers_unet(), **{option: 2})
         before = cached_steps()

@@ -86,8 +86,8 @@ def test_a_graph_serves_prompts_of_other_lengths_that_are_padded_to_the_same_len
 
 
 def test_loras_are_computed_and_uncompiling_restores_the_pipeline() -> None:
-    """LoRAs of PEFT on eight kinds of layers. ours() compares the output with them with diffusers' own; without them
-    the output is as before, and after uncompiling it is equal to the bit."""
+    """LoRAs of PEFT are on eight kinds of layers. With them, ours() compares the output with diffusers' own; without
+    them, the output is close to the first one; after uncompiling, it equals the first one to the bit."""
     peft = pytest.importorskip("peft")
     unet = network()
     expected = unet(**call()).sample
@@ -105,7 +105,8 @@ def test_loras_are_computed_and_uncompiling_restores_the_pipeline() -> None:
 
 @torch.no_grad()
 def test_the_images_of_a_z_image_pipeline_are_close_to_those_of_diffusers() -> None:
-    """With guidance, and prompts of several lengths. The VAE is of Flux's kind, and OneDiff computes it too."""
+    """The pipeline runs with guidance and with prompts of several lengths. Its VAE is of Flux's kind, and OneDiff
+    computes it too."""
     diffusers = pytest.importorskip("diffusers")
     blocks = 2
     vae = randomise(diffusers.AutoencoderKL(
