@@ -110,7 +110,7 @@ def test_the_graphs_of_a_hundred_random_sizes_stay_within_the_memory_budget(unet
     assert last_call()["route"] == "graph"
 
 
-def test_the_peak_memory_of_a_call_is_measured_without_resetting_torchs_peak(unet: nn.Module) -> None:
+def test_the_peak_memory_of_a_call_is_measured_without_resetting_the_peak_of_torch(unet: nn.Module) -> None:
     """The reference is torch's own peak in the same call, after a reset. Before our measurement, a tensor that is freed
     at once raises torch's peak; this peak, which A1111 shows below images, must stay as it is."""
     device = torch.device("cuda", torch.cuda.current_device())

@@ -111,7 +111,9 @@ def test_with_ip_adapters_our_output_is_close_to_diffusers(config: dict[str, Any
 
 
 @pytest.mark.parametrize("config", [SD1, SMALL_XL], ids=["SD1", "XL"])
-def test_with_freeu_our_output_is_close_to_diffusers_and_disabling_it_restores_ours(config: dict[str, Any]) -> None:
+def test_with_freeu_our_output_is_close_to_diffusers_and_is_as_before_after_disabling_it(
+    config: dict[str, Any]
+) -> None:
     """Our forward calls FreeU's functions (see within). After disable_freeu(), the output equals the one before to the
     bit."""
     unet = lib_onediff.compile_unet(diffusers_unet(**config))
@@ -142,6 +144,7 @@ def test_an_ip_adapter_is_computed_only_in_attentions_with_a_scale_above_0(zero:
 
 
 def test_a_call_without_the_image_of_the_ip_adapter_raises_the_exception_of_diffusers() -> None:
+    """diffusers' own forward runs, and the reason in the status says that the call passes no image_embeds."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
     load_ip_adapters(unet, "plain")
     with pytest.raises(TypeError):

@@ -2,7 +2,8 @@
 
 The hosts' rule is how Forge Neo quantizes the input of a layer whose weight is stored in INT8. rule: HOSTS has no
 rotation. Before quantizing, BUTTERFLIES and MATRIX rotate the rows in groups of 256 (ConvRot): by sums and differences,
-or by matrix units.
+or by matrix units. The reference for a norm or an activation is the rule, in torch, on the output of the kernel that
+writes it in the model's dtype.
 """
 from __future__ import annotations
 

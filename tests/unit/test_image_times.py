@@ -127,7 +127,7 @@ def test_the_time_of_a_step_is_the_mean_over_whole_cached_and_skipped_steps(
     assert facts["Image"] == "2.0 s" and " ms" in facts["Step"]
 
 
-def test_images_by_the_webui_have_no_speedup_and_are_the_baseline_of_ours() -> None:
+def test_images_by_the_webui_have_no_speedup_and_are_the_baseline_of_our_images() -> None:
     """host_seconds, the baseline in the status, is the time of the WebUI's last image of the same size; None without
     one."""
     images = Images()
@@ -142,6 +142,8 @@ def test_images_by_the_webui_have_no_speedup_and_are_the_baseline_of_ours() -> N
 
 
 def test_calls_of_pre_warming_are_counted_in_no_image() -> None:
+    """A size is pre-warmed between two images: the status still shows the last image, and only its total of calls
+    grows."""
     images = Images(**EVERY_THIRD)
     images.make()
     before = images.status()

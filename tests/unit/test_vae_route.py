@@ -241,7 +241,7 @@ def test_an_exception_in_the_decode_of_the_host_is_raised_and_not_counted_as_our
     assert last_decode()[0] == "ours"
 
 
-def test_after_a_fault_in_our_code_around_a_decode_the_host_decodes_once_and_it_is_logged(
+def test_after_a_fault_in_our_code_around_a_decode_the_host_decodes_once_and_the_fault_is_logged(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runtime.vae, "_serve", raises(IndexError("ours")))

@@ -87,7 +87,7 @@ class Foreign:
     reason: a pattern that the reason in the status must match.
     request, options: switch the feature on.
     doubles_calls: whether the feature is checked by twice as many UNet calls instead of by other pixels, because with
-    random weights it may not change any pixel.
+        random weights it may not change any pixel.
     """
 
     name: str

@@ -22,7 +22,7 @@ def mixed_precision_ops(disabled: Collection[str] = (), dimensions: int = 3) -> 
     """A namespace of layer classes.
 
     disabled: formats in which the GPU cannot multiply. Layers with such weights decode them, and do not quantize their
-    inputs.
+        inputs.
     dimensions: inputs with more dimensions are not quantized. Later releases have no limit.
     """
 
