@@ -106,9 +106,9 @@ def exact_sum(residual: Residual) -> Tensor:
 def test_an_rms_norm_that_adds_an_update_to_the_residual_is_as_accurate_as_torch(
     ops: NativeOperators, width: int, dtype: torch.dtype, plus_one: bool, behind: bool, vectors: int, weights: str
 ) -> None:
-    """Of both results, the new residual and its norm. plus_one: the norm multiplies by 1 + weight. behind: the update
-    is normed before it is added. vectors: the modulation of the result; 0: none, 1: by a scale, 2: by a scale and a
-    shift. weights: the dtype of the norm's weights."""
+    """This holds for both results, the new residual and its norm. plus_one: the norm multiplies by 1 + weight. behind:
+    the update is normed before it is added. vectors: the modulation of the result; 0: none, 1: by a scale, 2: by a
+    scale and a shift. weights: the dtype of the norm's weights."""
     of_weights = torch.float32 if weights == "float32" else dtype
     layer = LayerWeights(random(width, dtype=of_weights), None)
     norm = RMSNorm("", width, EPS, plus_one)
@@ -135,7 +135,7 @@ def test_an_rms_norm_that_adds_an_update_to_the_residual_is_as_accurate_as_torch
 def test_an_adaptive_norm_with_a_scale_and_no_shift_is_as_accurate_as_torch(
     ops: NativeOperators, dtype: torch.dtype
 ) -> None:
-    """Such as the last norm of Z-Image: a layer norm without weights, which adds an update to the residual first."""
+    """Z-Image ends with such a norm: a layer norm without weights, which adds an update to the residual first."""
     width = 3840
     norm = AdaptiveNorm(width, 1e-6)
     behind = LayerWeights(random(width, dtype=dtype), None), RMSNorm("", width, EPS)

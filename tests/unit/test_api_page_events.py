@@ -74,7 +74,7 @@ def test_a_page_of_another_site_reaches_none_of_our_events(clicked: Any, headers
 
 @pytest.mark.parametrize("headers", OWN, ids=str)
 def test_the_page_of_the_webui_and_allowed_sites_reach_every_event(clicked: Any, headers: dict[str, str]) -> None:
-    """Events of OneDiff and of the WebUI. See OWN."""
+    """Events of both OneDiff and the WebUI run and return their results. headers: see OWN."""
     client, given, _ = clicked
     answer = click(client, headers)
     assert answer.status_code == 200 and answer.json()["data"] == ["fox 2"]

@@ -56,6 +56,7 @@ def test_the_commands_in_the_documentation_are_valid(words: str) -> None:
 def test_a_wrong_argument_ends_the_command_with_one_sentence(
     words: str, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """words: the command's arguments. sentence: the beginning of the message, which is the last line."""
     with pytest.raises(SystemExit):
         parse(shlex.split(words))
     assert f"error: {sentence}" in capsys.readouterr().err.splitlines()[-1]

@@ -43,8 +43,8 @@ def test_checksums_of_spans_on_several_devices_keep_the_order_of_the_spans(devic
 
 
 def test_a_partial_reading_finds_the_change_of_a_row() -> None:
-    """A partial reading sums 1 in PART of a matrix's words, some in every row. Changed are the first row, one in the
-    middle, and the last."""
+    """A partial reading sums 1 in PART of a matrix's words, some in every row. The test changes the first row, one in
+    the middle, and the last."""
     matrix = torch.randn(512, 1024)
     contents = Contents([MemorySpan.of(matrix)], PART)
     for row in (0, 255, 511):
@@ -58,7 +58,7 @@ def test_a_partial_reading_finds_the_change_of_a_row() -> None:
     (torch.tensor(1.0), True), (torch.ones(4, 9)[:, :6], False),
 ], ids=str)
 def test_a_tensor_is_dense_if_it_fills_its_memory_in_any_order(tensor: torch.Tensor, dense: bool) -> None:
-    """Its numbers may have any strides, but no gaps between them, and no two may share memory."""
+    """The strides may be in any order, but there must be no gaps between numbers, and no two may share memory."""
     assert is_dense(tensor) is dense
 
 
@@ -109,8 +109,8 @@ def test_each_change_is_reported_by_one_comparison_only() -> None:
 
 @pytest.mark.parametrize("index", range(3))
 def test_a_tensor_that_was_freed_counts_as_changed_for_ever(index: int) -> None:
-    """Here the tensor is freed between the begin and the end of a comparison, and missing in the next one. index: of
-    the tensor."""
+    """The tensor is freed between the begin and the end of a comparison. This comparison and the next one report a
+    change. index: of the tensor."""
     tensors = [torch.ones(4), torch.ones(5), torch.ones(6)]
     contents = Contents([MemorySpan.of(tensor) for tensor in tensors])
     begun = contents.begin()
@@ -120,6 +120,7 @@ def test_a_tensor_that_was_freed_counts_as_changed_for_ever(index: int) -> None:
 
 
 def test_swapping_two_numbers_of_a_tensor_is_a_change() -> None:
+    """The sum of the numbers stays the same, but the checksum does not."""
     tensor = torch.tensor([1.0, 2.0, 3.0, 4.0])
     contents = Contents([MemorySpan.of(tensor)])
     tensor.data[:2] = tensor[:2].flip(0).clone()
@@ -127,6 +128,6 @@ def test_swapping_two_numbers_of_a_tensor_is_a_change() -> None:
 
 
 def test_contents_without_memory_never_change() -> None:
-    """A meta tensor has no memory to sum."""
+    """A tensor on the meta device has no memory to sum."""
     contents = Contents([MemorySpan.of(torch.ones(2, device="meta"))])
     assert contents.begin()() is False

@@ -157,6 +157,7 @@ def test_pre_warming_makes_both_passes_ready(rig: Rig) -> None:
 
 
 def test_if_the_cached_pass_fails_full_passes_are_used(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason in the status has the error."""
     def broken(*args: object) -> torch.Tensor:
         raise RuntimeError("a kernel is missing")
 

@@ -30,7 +30,8 @@ def test_only_reading_one_of_our_pages_by_navigation_counts_as_following_a_link(
     method: str, path: str, changed: dict[str, str], is_one: bool
 ) -> None:
     """A page that a browser opens in a tab, by a link on another site, may be shown, because that site cannot read it.
-    LINK: the headers that browsers send then. changed: headers with another value. is_one: whether it counts as one."""
+    LINK: the headers that browsers send then. changed: headers with another value. is_one: whether the
+    request counts as one."""
     assert is_link(method, path, Headers({**LINK, **changed})) is is_one
 
 

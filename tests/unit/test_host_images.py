@@ -22,7 +22,7 @@ def interrupt() -> None:
     ({"sampling_step": None, "sampling_steps": None}, ("", 0, 0)),
     ({}, ("", 0, 0)),
 ])
-def test_a_running_image_is_a_job_whichever_fields_the_webuis_state_has(
+def test_a_running_image_is_a_job_whichever_fields_the_state_of_the_webui_has(
     monkeypatch: pytest.MonkeyPatch, state: dict[str, Any], shown: tuple[str, int, int]
 ) -> None:
     """state: the fields of modules.shared.state. shown: (title, done, total) of the job; done and total count the steps

@@ -46,7 +46,8 @@ def exact(tokens: QuantizedTokens, weight: QuantizedWeight, bias: Tensor | None)
 def test_an_int8_product_differs_from_the_exact_one_by_one_rounding_of_the_output(
     shape: tuple[int, int, int], dtype: torch.dtype, with_bias: bool, config: LaunchConfig
 ) -> None:
-    """float32's error of the sums is allowed as well (1e-5 of the largest output). shape: (rows, width, outputs)."""
+    """The allowed error is that of this rounding and of float32 sums (1e-5 of the largest output). shape: (rows, width,
+    outputs)."""
     rows, width, out = shape
     tokens, weight = factors(rows, width, out)
     bias = torch.randn(out, device=DEVICE, dtype=dtype) if with_bias else None
@@ -122,7 +123,7 @@ DOWN_TYPES = [torch.float16, torch.bfloat16] if DEVICE.type == "cuda" else [torc
 def test_the_product_with_the_down_matrices_of_loras_is_rounded_once(
     shape: tuple[int, int, int], dtype: torch.dtype, config: LaunchConfig
 ) -> None:
-    """float32's error of the sums is allowed as well. shape: (rows, width, ranks)."""
+    """The allowed error is that of this rounding and of float32 sums. shape: (rows, width, ranks)."""
     rows, width, ranks = shape
     tokens, down = (torch.randn(count, width, device=DEVICE).to(dtype) for count in (rows, ranks))
     output = products.down_product(tokens, down, config)

@@ -75,8 +75,8 @@ def error(
 def test_group_norm_is_close_to_exact_for_every_number_of_channels_and_pixels(
     sizes: tuple[int, int, int, int, int], at_once: Way
 ) -> None:
-    """With SiLU and a shift, and without. The shift is a slice of a wider tensor, as a block's shift is a slice of the
-    shifts of all blocks. sizes: (batch, channels, groups, height, width). at_once: see WAYS."""
+    """Each size is tested with SiLU and a shift, and without both. The shift is a slice of a wider tensor, as a block's
+    shift is a slice of all blocks' shifts. sizes: (batch, channels, groups, height, width). at_once: see WAYS."""
     batch, channels, groups, height, width = sizes
     image = random_image(batch, channels, height, width)
     shift = torch.randn(batch, 3 + channels + 9, device=DEVICE).split([3, channels, 9], dim=1)[1]

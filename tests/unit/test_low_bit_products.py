@@ -91,7 +91,7 @@ def error_of(found: QuantizedTokens, tokens: QuantizedTokens, weight: QuantizedW
 def test_a_float8_product_with_geglu_is_close_to_the_exact_result_of_the_same_float8_factors(
     rows: int, width: int, half: int, row_scales: bool, dtype: torch.dtype, config: LaunchConfig
 ) -> None:
-    """Apart from the rounding of its output to float8. half, row_scales: see factors. dtype: of the bias."""
+    """The allowed error is that of rounding the output to float8. half, row_scales: see factors. dtype: of the bias."""
     norm = LayerWeights(torch.rand(width, device=DEVICE) + 0.5, torch.randn(width, device=DEVICE))
     _, rounded, weight, low_bit = factors(rows, width, half, norm, row_scales)
     bias = torch.randn(2 * half, device=DEVICE).to(dtype)

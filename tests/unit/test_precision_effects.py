@@ -79,7 +79,7 @@ def test_options_without_effect_on_a_machine_have_a_note(
 
 
 def test_half_accumulation_has_an_effect_on_an_old_gpu_with_oneflow_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OneFlow sums in float16, and torch only from compute capability 7.0 on."""
+    """The GPU has compute capability 6.1, and torch sums in float16 from 7.0 on. OneFlow has no such limit."""
     use_gpu(monkeypatch, PASCAL)
     use_packages(monkeypatch)
     assert why_no_effect("accumulation", "half") is not None

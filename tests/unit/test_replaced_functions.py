@@ -109,8 +109,8 @@ def route_of(unet: nn.Module, **change: Any) -> str:
 
 @pytest.mark.parametrize("name", REPLACED)
 def test_the_host_computes_calls_after_a_function_was_replaced_until_it_is_restored(unet: Any, name: str) -> None:
-    """Also calls of another size, and of another UNet with the same weights. Of the replacements in OF_OURS_TOO and
-    NOT_CALLED, only the outputs are compared with the host's, as route_of does for every call."""
+    """The host also computes calls of another size, and those of another UNet with the same weights. Replacements in
+    OF_OURS_TOO and NOT_CALLED leave the route open; only the outputs are compared with the host's, by route_of."""
     assert [route_of(unet) for _ in range(2)] == ["plain"] * 2
     with pytest.MonkeyPatch.context() as patch:
         REPLACED[name](patch)

@@ -34,7 +34,8 @@ def test_a_client_may_send_the_first_script_argument_alone(
 @pytest.mark.parametrize("argument", [None, "yes", 1, [], {"speed": 9}, {"enabled": "x"}, {"backend": "warp"},
                                       {"prewarm": "512x512"}, {"memory_budget": 1}, {"fp8": True},
                                       {"deepcache_interval": 0}, {"skip_negative_after": float("nan")}])
-def test_a_wrong_first_argument_is_refused_in_one_sentence(argument: Any) -> None:
+def test_a_wrong_first_argument_is_refused_in_one_line(argument: Any) -> None:
+    """It must be True, False, or a mapping of options that a run may have, with valid values."""
     with pytest.raises(ValueError, match=r"^OneDiff[^\n]*\.\Z"):
         settings_of_run([argument], Settings())
 
@@ -48,10 +49,8 @@ def test_a_wrong_first_argument_is_refused_in_one_sentence(argument: Any) -> Non
     ("Quality first", "", "no preset 'Quality first'"), (BALANCED, "verify off", "no option 'verify'"),
     (BALANCED, "deepcache_interval 99", "it takes 1 to 20"), (BALANCED, "memory_budget 9", "no option"),
 ])
-def test_a_wrong_preset_or_wrong_extra_options_are_refused_in_one_sentence(
-    preset: Any, changes: Any, says: str
-) -> None:
-    """changes: the extra options. says: a part of the sentence."""
+def test_a_wrong_preset_or_wrong_extra_options_are_refused_in_one_line(preset: Any, changes: Any, says: str) -> None:
+    """changes: the extra options. says: a part of the line."""
     with pytest.raises(ValueError, match=says) as refused:
         settings_of_run([True, preset, changes], Settings())
     assert "\n" not in str(refused.value)
@@ -91,11 +90,11 @@ def test_onediff_is_off_if_any_of_argument_options_and_settings_says_so(argument
     ([{"enabled": False, "low_bit": "fp8"}], False), ([{"enabled": True}], True), ([{"low_bit": "fp8"}], True),
     ([True, BALANCED], True), ([True, "", "low_bit fp8"], True), (["yes"], True), ([{"enabled": "no"}], True),
 ], ids=str)
-def test_options_of_a_run_are_reported_as_without_effect_while_onediff_is_off_in_the_settings(
+def test_options_of_a_run_are_reported_as_useless_while_onediff_is_off_in_the_settings(
     arguments: Any, is_reported: bool
 ) -> None:
-    """Also wrong ones, such as "yes". Arguments without options, and those that switch OneDiff off, are not
-    reported."""
+    """Wrong arguments, such as "yes", are reported in the same way. Arguments without options, and those that switch
+    OneDiff off, are not reported."""
     expected = f"{OFF_IN_SETTINGS}: the options of this run have no effect." if is_reported else ""
     assert refusal_while_off(arguments) == expected
 

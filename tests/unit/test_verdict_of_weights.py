@@ -49,9 +49,9 @@ def route_of(unet: nn.Module, **change: Any) -> str:
 
 
 def test_a_checkpoint_loaded_into_the_same_module_is_checked_anew(errs_with_loud_weights: None) -> None:
-    """With the weights of one checkpoint, our forward is wrong (the fixture). The two checkpoints have the same
-    architecture, and so share the entry of a shape, but not its verdict; the same holds when a UNet gets the other
-    weights."""
+    """With the weights of one checkpoint, our forward is wrong (see the fixture), so the host computes its calls. Two
+    checkpoints of the same architecture share the entry of a shape, but not the verdict. The same holds if one module
+    gets other weights in place."""
     unet = checkpoint(False)
     other = checkpoint(True)
     before = {name: one.clone() for name, one in unet.state_dict().items()}
@@ -118,6 +118,7 @@ class Transient:
 
 
 def test_after_one_failure_our_forward_is_tried_again_in_the_next_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then the host computes the calls."""
     unet = checkpoint(False)
     Transient(monkeypatch, 1)
     with lib_onediff.sampling(unet):

@@ -179,7 +179,7 @@ def moved(before: Any, browser: Any) -> list[Any]:
 
 
 def test_no_control_moves_when_the_status_or_an_error_changes(standalone: WebUI, page: Any) -> None:
-    """Of the accordion, its inputs and buttons, and the txt2img settings below it (BOXES)."""
+    """BOXES measures the accordion, its inputs and buttons, and the txt2img settings around it."""
     browser = page
     with standalone.options(onediff_enabled=False):
         standalone.txt2img()

@@ -81,8 +81,8 @@ def edited(webui: WebUI, factor: float) -> Iterator[None]:
 def test_an_image_with_nested_inpaintings_matches_that_of_the_webui(
     webui: WebUI, sd15: Models, crops: list[list[int]], nested_scripts: bool
 ) -> None:
-    """As with ADetailer, which inpaints each face at another size, inside the generation. The next image without is as
-    before. nested_scripts: whether the inpaintings run all scripts, OneDiff's too; otherwise none."""
+    """ADetailer inpaints each face in this way, at another size, inside the generation. The next image without
+    inpaintings is as before. nested_scripts: whether they run all scripts, OneDiff's too; otherwise none."""
     request = {"width": 128, "height": 128}
     nested = {**request, **planned(crops=crops, nested_scripts=nested_scripts)}
     plain = run_on(webui, request)
@@ -105,7 +105,8 @@ def test_onediff_off_for_a_run_is_also_off_for_its_nested_generations(
 
 
 def test_onediff_computes_generations_from_another_thread(webui: WebUI, sd15: Models, crops: list[list[int]]) -> None:
-    """As from Agent Scheduler: two generations in a row, while the API is idle. Their images match those of the API."""
+    """Agent Scheduler makes such generations: here two in a row, while the API is idle. Their images match those that
+    were made over the API."""
     sizes = [{"width": width, "height": height} for width, height in crops[:2]]
     requests = [{**PICTURE, **size, **one_run(enabled=True)} for size in sizes]
     ours = [run_on(webui, size) for size in sizes]
@@ -121,7 +122,7 @@ def test_onediff_computes_generations_from_another_thread(webui: WebUI, sd15: Mo
 
 
 def test_an_edit_of_weights_between_generations_changes_the_image_as_in_the_webui(webui: WebUI, sd15: Models) -> None:
-    """As SuperMerger edits them: the values change, and the parameters stay the same objects."""
+    """SuperMerger edits weights in this way: the values change, and the parameters stay the same objects."""
     plain = run_on(webui, {})
     with edited(webui, 0.5):
         merged, _ = assert_same_on_and_off(webui, {})
@@ -164,7 +165,7 @@ def test_an_image_with_tiled_vae_matches_that_of_the_webui_and_onediff_decodes_t
 
 
 def test_the_status_names_an_extension_that_runs_the_layers_of_the_decoder_itself(webui: WebUI, sd15: Models) -> None:
-    """As Tiled VAE does, which never calls the forward that it has replaced. OneDiff does not decode this image, which
+    """Tiled VAE does this, and never calls the forward that it has replaced. OneDiff does not decode this image, which
     matches the usual one, and decodes the next."""
     plain = run_on(webui, {})
     made = run_on(webui, planned(walked_vae=True))
