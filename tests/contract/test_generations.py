@@ -104,8 +104,8 @@ def test_the_host_serves_networks_whose_class_is_derived_from_a_known_one(host: 
 
 def test_serving_again_adds_no_hook_and_switching_off_restores_the_webui(host: Host) -> None:
     """Before each of three generations, OneDiff is switched on and the model announced once more. Switched off, the
-    WebUI has the forwards and attributes of before, no weights fused in shared memory, and the same image to the
-    bit."""
+    WebUI has the same forwards and attributes as before, no weight that is a view of a fused tensor, and the same image
+    to the bit."""
     expected = host.generate()
     before = attributes(host)
     originals = host.forwards()
@@ -265,7 +265,8 @@ def test_our_forward_adds_the_residuals_of_controlnet_and_t2i_adapters(host: Hos
 
 
 def test_a_forward_on_the_unet_object_that_calls_the_class_forward_is_served_except_in_a1111(host: Host) -> None:
-    """OneDiff's hook is the forward of the class, so the call still reaches it."""
+    """OneDiff's hook is the forward of the class, so the call still reaches it. In A1111, such an extension may also
+    run the UNet's layers itself, so the host serves."""
     unet = host.unet
     expected = host.generate()
     host.start()
@@ -274,8 +275,7 @@ def test_a_forward_on_the_unet_object_that_calls_the_class_forward_is_served_exc
         made, calls = calls_of(host.generate)
     finally:
         del unet.forward
-    # In A1111, ControlNet's reference mode does that too, and also runs the stages itself. So OneDiff does not serve
-    # there.
+    # In A1111, ControlNet's reference mode does both.
     assert calls == (BY_HOST if host.name == "a1111" else OURS) and close(made, expected)
     assert calls_of(host.generate)[1] == OURS
 

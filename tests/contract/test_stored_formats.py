@@ -254,6 +254,7 @@ def edit_numbers(host: StoredAnima, layer: Any, chance: Random) -> None:
 
 
 def in_another_format(host: StoredAnima, layer: Any, chance: Random) -> None:
+    """Store other numbers in a random format of MIXED."""
     kind, options = FORMATS[chance.choice(MIXED)]
     weight = decoded_weight(layer)
     layer.weight = nn.Parameter(1.5 * weight, requires_grad=False)
@@ -261,6 +262,7 @@ def in_another_format(host: StoredAnima, layer: Any, chance: Random) -> None:
 
 
 def in_plain_numbers(host: StoredAnima, layer: Any, chance: Random) -> None:
+    """Replace the stored weight by one that is not quantized."""
     layer.weight = nn.Parameter(1.5 * decoded_weight(layer), requires_grad=False)
 
 
@@ -404,7 +406,8 @@ def in_unknown_layout(host: StoredAnima, layer: Any) -> None:
     layer.weight = nn.Parameter(type(weight)(weight._qdata, "OfTomorrowLayout", weight._params), requires_grad=False)
 
 
-def of_tomorrows_file(host: StoredAnima, layer: Any) -> None:
+def with_unknown_format(host: StoredAnima, layer: Any) -> None:
+    """Also give the layer the format name that a file of a later release could have."""
     in_unknown_layout(host, layer)
     layer.quant_format = "convrot_w4a4"
 
@@ -418,6 +421,7 @@ def in_four_bits(host: StoredAnima, layer: Any) -> None:
 
 
 def by_older_operations(host: StoredAnima, layer: Any) -> None:
+    """As Forge Neo before 2.26 stores INT8: a plain parameter, and a mark on the layer."""
     layer.__dict__["_is_quantized"] = True
     layer.weight = nn.Parameter(layer.weight._qdata, requires_grad=False)
 
@@ -429,18 +433,21 @@ def transposed(host: StoredAnima, layer: Any) -> None:
 
 
 def of_another_package(host: StoredAnima, layer: Any) -> None:
+    """Give the weight a class of the same name from another package."""
     kind = type(layer.weight)
     with_params(layer)
     layer.weight.__class__ = type(kind.__name__, (kind,), {"__module__": "somebodys.tensors"})
 
 
 def unbaked(host: StoredAnima, layer: Any) -> None:
+    """As a GGUF weight whose loading is not finished."""
     layer.weight.baked = False
 
 
+# By case: the stored format, the function that makes the layer's weight unsupported, and a part of the reason.
 UNKNOWN = {
     "layout": ("INT8", in_unknown_layout, "stored as int8_tensorwise (OfTomorrowLayout), which"),
-    "a name in the file": ("INT8", of_tomorrows_file, "stored as convrot_w4a4 (OfTomorrowLayout), which OneDiff"),
+    "a name in the file": ("INT8", with_unknown_format, "stored as convrot_w4a4 (OfTomorrowLayout), which OneDiff"),
     "nf4": ("INT8", in_four_bits, "stored in nf4 (bitsandbytes), which OneDiff does not support"),
     "older operations": ("INT8", by_older_operations, "INT8 weights were loaded by a Forge Neo before 2.26"),
     "transposed": ("INT8", transposed, "stored as TensorWiseINT8Layout and transposed"),
@@ -479,9 +486,10 @@ def alike(made: Any, expected: Any) -> bool:
 
 @pytest.mark.parametrize(("case", "path"), [*((case, BROKEN) for case in UNKNOWN), ("layout", FUSED)])
 def test_the_host_serves_while_a_layers_format_is_unsupported(host: StoredAnima, case: str, path: str) -> None:
-    """path: the layer of a served network that gets a weight in such a format; FUSED is one that our forward computes
-    in one product with others. The calls then give the host's output or exception, and the status the reason. With the
-    old weight, our output equals the one before to the bit. Switching off leaves no weights in shared memory."""
+    """case: a key of UNKNOWN. path: the layer of a served network that gets the unsupported weight; our forward
+    computes the layer FUSED in one product with others. Calls then return the host's output or exception, with the
+    reason in the status. With the old weight, our output equals the one before to the bit. Switching off leaves no view
+    of a fused tensor."""
     name, breaks, reason = UNKNOWN[case]
     host.store(name)
     layer = host.unet.get_submodule(path)

@@ -46,7 +46,7 @@ def assert_as_good(ours: Tensor, torchs: Tensor, expected: Tensor) -> None:
     ("first", "second", "height", "width"),
     [(1920, 640, 64, 64), (640, 320, 128, 128), (320, 320, 90, 120), (1280, 1280, 8, 8), (1280, 640, 15, 11)], ids=str,
 )
-def test_group_norm_of_two_concatenated_feature_maps_is_as_accurate_as_torchs(
+def test_group_norm_of_two_concatenated_feature_maps_is_as_accurate_as_in_torch(
     first: int, second: int, height: int, width: int, dtype: torch.dtype
 ) -> None:
     """With SiLU. Both errors are measured against float64. first, second: the numbers of channels of the two feature
@@ -64,6 +64,7 @@ def test_group_norm_of_two_concatenated_feature_maps_is_as_accurate_as_torchs(
 
 @pytest.fixture
 def much_memory() -> None:
+    """Skips the test if less than 24 GiB of GPU memory are free."""
     if torch.cuda.mem_get_info()[0] < 24 * GIB:
         pytest.skip("needs 24 GiB of free GPU memory")
 
@@ -76,7 +77,7 @@ def same_in_every_tile(image: Tensor, tile: Tensor) -> bool:
 
 
 @pytest.mark.usefixtures("much_memory")
-def test_image_kernels_are_exact_beyond_two_to_the_31_elements() -> None:
+def test_image_kernels_are_correct_beyond_two_to_the_31_elements() -> None:
     """Indices of 32 bits would overflow. The image repeats one tile, so that each part of the output must equal the
     first one, which is compared with float64."""
     tile = channels_last(random(1, 320, 26, 26, dtype=torch.float16))
@@ -102,7 +103,7 @@ def test_image_kernels_are_exact_beyond_two_to_the_31_elements() -> None:
 
 
 @pytest.mark.usefixtures("much_memory")
-def test_token_kernels_are_exact_beyond_two_to_the_31_elements() -> None:
+def test_token_kernels_are_correct_beyond_two_to_the_31_elements() -> None:
     """Indices of 32 bits would overflow. The tokens repeat a thousand rows, so that the last thousand rows of the
     output must equal the first ones, and be close to float64."""
     few = random(1000, 1280, dtype=torch.float16)

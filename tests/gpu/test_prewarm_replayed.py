@@ -29,7 +29,8 @@ SECONDS = 300
 
 
 class Host:
-    """A host with one UNet. seen: what the running job of the pre-warm queue showed to be doing, at each call."""
+    """A host with one UNet. seen: the activities (Job.what) of the running pre-warm job, noted at each call of
+    warm()."""
 
     def __init__(self, unet: nn.Module) -> None:
         self.unet = unet

@@ -1,4 +1,8 @@
-"""Every implementation of attention is close to attention in float64, and the fastest one is chosen by measurement."""
+"""Every implementation of attention is close to attention in float64, and the fastest one is chosen by measurement.
+
+TORCH lets torch choose a kernel; MATH, EFFICIENT, FLASH and CUDNN are torch's kernels; GEMM is our attention by
+products of matrices, in chunks of queries; PARTS attends to two parts of the keys, and merges the outputs.
+"""
 from __future__ import annotations
 
 import math
@@ -237,8 +241,8 @@ def test_kernels_get_a_padded_row_as_two_sequences(
 def test_kernels_for_sequences_are_chosen_if_they_are_correct(
     wrong: bool, best: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """uncertain: how many of the 30 tokens may be padding. FLASH is the fastest. wrong: it returns zeros for a sequence
-    that fills its row. The choice applies to calls with as many uncertain tokens only."""
+    """FLASH is the fastest here. wrong: whether it returns zeros for a sequence that fills its row. The choice applies
+    only to calls in which the same number of tokens may be padding (uncertain)."""
 
     def flash(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int) -> Tensor:
         output = sequences(query, key, value, ends)

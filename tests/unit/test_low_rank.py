@@ -129,10 +129,11 @@ def test_loras_with_very_large_or_small_down_matrices_neither_overflow_nor_under
 
 
 @pytest.mark.parametrize("ranks", [(4, 4, 4), (4, 20, 4), (4, 0, 4), (0, 32, 0)], ids=str)
-def test_loras_of_layers_with_one_input_are_exact_in_each_layer_and_in_the_fused_one(ranks: tuple[int, ...]) -> None:
-    """Layers a, b and c have one input, and "all" is the layer that is fused from them. ranks: of their LoRAs, the sums
-    of several of rank 2. A second fit of the same LoRAs keeps all addresses. With equal ranks, the up matrices are
-    adjacent in memory, as a kernel reads them."""
+def test_loras_of_layers_with_one_input_add_up_in_each_layer_and_in_the_fused_layer(ranks: tuple[int, ...]) -> None:
+    """Layers a, b and c have one input, and "all" is the layer that is fused from them. ranks: the ranks of their
+    LoRAs, each the sum of several LoRAs of rank 2. The reference is the sum of the weight and all up @ down. A second
+    fit of the same LoRAs keeps all addresses. With equal ranks, the up matrices are adjacent in memory, as a kernel
+    reads them."""
     names = ("a", "b", "c")
     weights = {name: LayerWeights(random(32, 64), None) for name in names}
     weights["all"] = LayerWeights(torch.cat([weights[name].weight for name in names]), None)

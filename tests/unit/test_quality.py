@@ -51,7 +51,7 @@ def test_an_image_is_identical_to_itself_in_every_type() -> None:
     (torch.zeros(128, 152, 3, dtype=torch.uint8), "of the same size"),
 ])
 def test_images_that_cannot_be_compared_are_refused_in_a_sentence(other: Tensor, part: str) -> None:
-    """part: of the message."""
+    """part: a part of the message of ValueError."""
     with pytest.raises(ValueError, match=part):
         compare(bytes_of(painted()), other)
 

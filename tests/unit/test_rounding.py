@@ -69,7 +69,7 @@ def test_the_check_of_a_first_use_accepts_rounding_that_a_network_amplifies(
     name: str, factor: float, seed: int
 ) -> None:
     """The UNets of sharp() amplify rounding so much that two correct forwards differ visibly. The route "plain" means
-    that our output passed the check. name, factor, seed: of the UNet."""
+    that our output passed the check. name, factor and seed determine the UNet."""
     unet = lib_onediff.compile_unet(sharp(LAYOUTS[name], factor, seed))
     served(unet, a_call(unet))
     assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]

@@ -30,8 +30,8 @@ forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="starts its processes
 
 
 def test_uses_are_summed_and_later_values_replace_earlier_ones(tmp_path: Path) -> None:
-    """Of three rows recorded for one size. A row recorded later counts as the later one, even if its time is earlier. A
-    value that a later row lacks is kept."""
+    """Three rows of one size are recorded. The one recorded last is the latest, even if its time is earlier. A value
+    that a later row lacks is kept."""
     history = opened(tmp_path)
     history.record(row(last_used=10.0, step_ms=5.0, relative_error=1e-3))
     history.commit()

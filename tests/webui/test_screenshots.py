@@ -70,7 +70,7 @@ def test_the_screenshot_of_a_webui_is_drawn(request: pytest.FixtureRequest, brow
 
 
 def test_the_screenshots_of_the_demo_are_drawn(page: Any, webui: WebUI) -> None:
-    """All tabs, the accordion, the pages Cache and Compare, and the settings."""
+    """The tab txt2img, the accordion, the pages Cache and Compare, and the settings."""
     page.type("#txt2img_prompt textarea", "an owl and a rocket on a blue background")
     page.open_accordion("onediff_txt2img_accordion")
     choose_preset(page, "txt2img", "Balanced")
