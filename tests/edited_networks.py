@@ -111,7 +111,7 @@ class Pair(ABC):
 
 
 class DiffusersPair(Pair):
-    """layout: see builders.LAYOUTS. dtype: of the weights. options: see compile_unet."""
+    """layout: see builders.LAYOUTS. dtype: the dtype of the weights. options: see compile_unet."""
 
     names = ("sample", "timestep", "encoder_hidden_states")
 

@@ -76,8 +76,8 @@ class Sites(NamedTuple):
 class Address(NamedTuple):
     """Where to find the owner of a Site after its file was imported again.
 
-    module: the module's name. path: of a class or object in it; "" for the module itself. is_namespace: whether the
-    owner is the dict of the module's globals.
+    module: the module's name. path: the path of a class or object in it; "" for the module itself. is_namespace:
+    whether the owner is the dict of the module's globals.
     """
 
     module: str

@@ -155,8 +155,8 @@ def test_calls_in_which_a_function_of_the_host_is_replaced_are_computed_by_the_h
 def test_a_network_with_an_unknown_module_or_value_is_refused(
     host: AnimaHost, reason: str, path: str, value: Any
 ) -> None:
-    """Our forward would ignore the module or value. path: of the module, parameter or attribute that is replaced by
-    `value`. reason: a part of the Refusal's message."""
+    """Our forward would ignore the module or value. path: the path of the module, parameter or attribute that is
+    replaced by `value`. reason: a part of the Refusal's message."""
     replace_part(host.unet, path, value)
     with pytest.raises(Refusal, match=reason):
         FAMILIES.read(host.unet)

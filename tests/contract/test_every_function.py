@@ -191,9 +191,9 @@ def pipeline_of(name: str) -> tuple[Any, Callable[[], list[Any]]]:
 
 @pytest.mark.parametrize("name", PIPELINES if WHOLE else ["fewer steps"])
 def test_whichever_function_of_onediff_fails_the_image_of_a_pipeline_is_right(name: str) -> None:
-    """name: of a diffusers pipeline in PIPELINES. OneDiff's functions raise in turn, once and at every call. Right: the
-    image differs from the pipeline's without OneDiff at most a little more than the image without a fault does, and
-    OneDiff serves the next image as without a fault."""
+    """name: the name of a diffusers pipeline in PIPELINES. OneDiff's functions raise in turn, once and at every call.
+    Right: the image differs from the pipeline's without OneDiff at most a little more than the image without a fault
+    does, and OneDiff serves the next image as without a fault."""
     _, _, options, own = PIPELINES[name]
     pipe, images = pipeline_of(name)
 
@@ -206,10 +206,10 @@ def test_whichever_function_of_onediff_fails_the_image_of_a_pipeline_is_right(na
 
 @pytest.mark.parametrize("name", [*(HOSTS if WHOLE else ["reforge"]), "a1111 with ControlNet"])
 def test_whichever_function_of_onediff_fails_the_image_of_a_webui_is_right(name: str, fresh_runtime: None) -> None:
-    """name: of the WebUI, for which a stand-in runs; in "a1111 with ControlNet", another extension has replaced the
-    UNet's forward. OneDiff's functions raise in turn, once and at every call. Right: the image differs from the WebUI's
-    without OneDiff at most a little more than the image without a fault does, and OneDiff serves the next image as
-    without a fault."""
+    """name: the name of the WebUI, for which a stand-in runs; in "a1111 with ControlNet", another extension has
+    replaced the UNet's forward. OneDiff's functions raise in turn, once and at every call. Right: the image differs
+    from the WebUI's without OneDiff at most a little more than the image without a fault does, and OneDiff serves the
+    next image as without a fault."""
     with running(name.split()[0]) as host:
         if "ControlNet" in name:
             host.unet.forward = MethodType(controlled_forward, host.unet)

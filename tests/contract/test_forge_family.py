@@ -128,7 +128,8 @@ def test_our_forward_calls_an_extensions_forward_on_a_block_or_an_attention(
     host: Host, name: str, forward: Any
 ) -> None:
     """The image is close to the one that the host makes with the same extension, and the status names the extension
-    (this module). name: of the attention in the block; "": the block itself."""
+    (this module). name: the name of the attention in the block that has the extension's forward; "": the block itself
+    has it."""
     blocks = [block for block in host.unet.modules() if hasattr(block, "attn2")]
     changed = [getattr(block, name) if name else block for block in blocks]
     for module in changed:

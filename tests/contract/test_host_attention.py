@@ -34,8 +34,8 @@ def test_a_note_names_an_inexact_attention_and_our_output_is_not_verified_agains
     host: Host, name: str, called: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The WebUI's attention returns the exact result times 1.5: a comparison would fail, and the WebUI would compute
-    the calls. OneDiff treats every attention that it does not know as inexact. name: of its function. called: its name
-    in the note."""
+    the calls. OneDiff treats every attention that it does not know as inexact. name: the name of the attention's
+    function. called: the attention's name in the note."""
     exact = host.generate()
     adapter = host.start()
     assert adapter.notes() == []

@@ -81,10 +81,10 @@ def with_joint_lora(host: ZImageHost, online: bool) -> None:
 
 
 @pytest.mark.parametrize("online", [True, False])
-def test_our_image_shows_loras_on_rows_of_a_joint_projection(host: ZImageHost, online: bool) -> None:
+def test_our_generation_shows_loras_on_rows_of_a_joint_projection(host: ZImageHost, online: bool) -> None:
     """A joint projection computes queries, keys and values in one layer; each LoRA changes some of its output rows. Our
-    generation is close to the host's with the LoRAs, which differs from the one without. online: whether a LoRA is
-    computed at each use, or merged into the weight by the host."""
+    generation must be close to the host's with the LoRAs, and the host's without them must not be. online: whether a
+    LoRA is computed at each use; otherwise the host merges it into the weight."""
     plain = host.generate()
     with_joint_lora(host, online)
     expected = host.generate()

@@ -72,8 +72,9 @@ def loaded_at_start(data: Path, before: str = "") -> list[str]:
     return loaded
 
 
-def test_the_webui_starts_without_triton_and_without_scikit_image(tmp_path: Path) -> None:
-    """Triton is missing on Windows, on a Mac and with torch's CPU builds; scikit-image is optional."""
+def test_the_webui_starts_with_onediff_while_both_triton_and_scikit_image_are_missing(tmp_path: Path) -> None:
+    """OneDiff's script must load, and build its accordion and its tab, without an exception or a fault. Triton is
+    missing on Windows, on a Mac and with torch's CPU builds; scikit-image is optional."""
     loaded_at_start(tmp_path, "import sys\nsys.modules.update(triton=None, skimage=None)\n")
 
 

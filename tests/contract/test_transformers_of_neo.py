@@ -175,9 +175,11 @@ def test_stopping_restores_the_forward_the_attributes_and_the_weights_of_the_hos
 
 
 @pytest.mark.parametrize("tokens", WARMED_TOKENS)
-def test_a_call_of_a_pre_warmed_size_adds_no_entry_to_the_table(host: TransformerHost, tokens: int) -> None:
-    """The table has an entry for each shape of calls that OneDiff has prepared. tokens: the prompt length that is
-    pre-warmed. The call's prompt has warmed_for(tokens) tokens, which is another length if the network pads prompts."""
+def test_a_call_of_a_pre_warmed_shape_adds_no_entry_to_the_table(host: TransformerHost, tokens: int) -> None:
+    """The table has an entry for each shape of calls that OneDiff has prepared; here the image size and the prompt
+    length. The call uses the prepared entry. tokens: the prompt length that pre-warming is asked for.
+    warmed_for(tokens): the length of a prompt whose call has the prepared shape. The two differ where prompts are
+    padded."""
     host.start().warm(96, 64, 2, tokens)
     warmed, = runtime.table.entries()
     assert calls_of(lambda: host.output((8, 12), 2, host.warmed_for(tokens)))[1] == {"plain": 1}

@@ -49,7 +49,7 @@ class TransformerHost(FamilyHost, ABC):
         """A small network with random weights, of the host's class."""
 
     def warmed_for(self, tokens: int) -> int:
-        """The number of prompt tokens whose shape is ready after pre-warming with `tokens`."""
+        """The length of a prompt whose call has the shape that pre-warming with `tokens` prepares."""
         return max(tokens, self.fewest_tokens)
 
     @abstractmethod
@@ -110,8 +110,8 @@ class TransformerHost(FamilyHost, ABC):
         self, size: tuple[int, int] = (8, 8), batch: int = 2, tokens: int = 20, options: dict[str, Any] | None = None,
         **others: Any,
     ) -> Tensor:
-        """The output of one call. size: of the latent. options: its transformer_options. others: further arguments, or
-        replacements of x and context."""
+        """The output of one call. size: height and width of the latent. options: its transformer_options. others:
+        further arguments, or replacements of x and context."""
         dtype = self.unet.get_submodule(self.last_layer).weight.dtype
         given = {
             "x": self.latent(batch, size, seed=3).to(dtype), "context": self.context(batch, tokens, seed=4).to(dtype),

@@ -28,8 +28,8 @@ def test_an_attention_kernel_called_directly_equals_scaled_dot_product_attention
     backend: str, shapes: str, dtype: torch.dtype
 ) -> None:
     """attend() calls one kernel without torch's choice between kernels; the reference is torch's function, restricted
-    to the same kernel. The output and its strides are equal to the bit, and close to attention in float32. shapes: of
-    query and key; "odd" has lengths that are no multiples of 8."""
+    to the same kernel. The output is equal to the bit, with the same strides; it is close to attention in float32.
+    shapes: the name of shapes of query and key; "odd" has lengths that are no multiples of 8."""
     if backend == CUDNN and not HAS_CUDNN:
         pytest.skip("this torch cannot")
     torch.manual_seed(0)

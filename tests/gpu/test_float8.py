@@ -64,8 +64,8 @@ def rounded(tokens: Tensor) -> tuple[Tensor, Tensor]:
 def test_a_float8_product_with_geglu_is_close_to_the_float64_result_of_the_same_float8_factors(
     config: LaunchConfig, rows: int, width: int, half: int
 ) -> None:
-    """The kernel's output is in float8, so an error of ROUNDED is allowed. rows, width: of the tokens. half: the number
-    of outputs of the GEGLU; the product has twice as many."""
+    """The kernel's output is in float8, so an error of ROUNDED is allowed. rows, width: the shape of the tokens. half:
+    the number of outputs of the GEGLU; the product has twice as many."""
     norm = LayerWeights(torch.rand(width, device=GPU) + 0.5, torch.randn(width, device=GPU))
     tokens = functional.layer_norm(torch.randn(rows, width, device=GPU), (width,), norm.weight, norm.bias)
     weight = torch.randn(2 * half, width, device=GPU, dtype=torch.float16) / width**0.5
@@ -90,7 +90,7 @@ def test_a_convolution_is_close_to_the_float64_convolution_of_the_same_factors(
     kind: torch.dtype, config: LaunchConfig, batch: int, channels: int, out: int, size: tuple[int, int]
 ) -> None:
     """kind: the dtype of image and weight. In 8 bits, float64 convolves the rounded image and weight. In float16, our
-    kernel sums in float16. channels, out: of the image and of the output."""
+    kernel sums in float16. channels, out: the numbers of channels of the image and of the output."""
     image = torch.randn(batch, channels, *size, device=GPU, dtype=torch.float16)
     image, weight = (
         tensor.to(memory_format=torch.channels_last)

@@ -54,8 +54,8 @@ def test_a_replay_in_eight_bits_is_close_to_the_host_and_low_bit_can_be_switched
     tiny: nn.Module, option: str, size: tuple[int, int]
 ) -> None:
     """The error relative to the host's output is below 5 % (int8) or 12 %, and above 1e-4, which shows that products
-    ran in 8 bits. While low-bit is off, its weights are freed and the error is below 1 %. option: of Settings.low_bit.
-    size: of the image, in pixels."""
+    ran in 8 bits. While low-bit is off, its weights are freed and the error is below 1 %. option: the value of
+    Settings.low_bit. size: the size of the image in pixels."""
     compile_unet(tiny, low_bit=option)
     given = arguments(tiny, *size)
     expected = host(tiny, given)

@@ -55,7 +55,7 @@ def test_our_error_in_half_precision_is_not_above_that_of_the_unets_own_forward(
     name: str, backend: str, dtype: torch.dtype
 ) -> None:
     """Both errors are against the output of the UNet's own forward in float32 (exact). Ours may be a tenth larger.
-    name: of a UNet of bench.models, with random weights."""
+    name: the name of a UNet in bench.models; its weights are random."""
     needs_memory(20)
     unet = random_unet(name, torch.device("cuda")).to(dtype)
     # The rounding errors of one small image may add up by chance; those of many do not.

@@ -104,8 +104,9 @@ def test_image_kernels_are_correct_beyond_two_to_the_31_elements() -> None:
 
 @pytest.mark.usefixtures("much_memory")
 def test_token_kernels_are_correct_beyond_two_to_the_31_elements() -> None:
-    """Indices of 32 bits would overflow. The tokens repeat a thousand rows, so that the last thousand rows of the
-    output must equal the first ones, and be close to float64."""
+    """GEGLU, and layer norm with its residual, on more than 2**31 elements: indices of 32 bits would overflow. The
+    tokens repeat a thousand rows, so the last thousand rows of the output must equal the first, and they are close to
+    float64."""
     few = random(1000, 1280, dtype=torch.float16)
     weight = random(1280, dtype=torch.float16, mean=1.0)
     bias = random(1280, dtype=torch.float16)

@@ -119,7 +119,7 @@ def add_lora(unet: nn.Module, strength: float, rank: int = 16) -> dict[str, list
 
 
 def call_for(unet: Any, side: int, device: str = "cuda", dtype: torch.dtype = torch.float16) -> UNetCall:
-    """A call of a batch of two images. side: of the image, in pixels."""
+    """A call of a batch of two images. side: the width and height of the image in pixels."""
     generator = torch.Generator(device).manual_seed(1)
     random = lambda *shape: torch.randn(shape, generator=generator, device=device).to(dtype)  # noqa: E731
     config = unet.config
@@ -186,7 +186,7 @@ def test_with_a_lora_our_error_is_not_above_that_of_the_host_and_its_graph_serve
 ) -> None:
     """Errors in float16 are against the host's output in float32 with the same parameters (exact); ours may be a tenth
     larger. Then the LoRA's strength changes, and the same graph serves it (backend eager: no graph). stored: the dtype
-    of the weights, which the host casts to float16 at each use. side: of the image, in pixels."""
+    of the weights, which the host casts to float16 at each use. side: the width and height of the image in pixels."""
     unet = host_unet(name, stored)
     call = call_for(unet, side)
     patches = add_lora(unet, 0.5)

@@ -98,7 +98,7 @@ def test_every_replay_with_an_unknown_processor_is_close_to_the_host_output(
     name: str, side: int, backend: str
 ) -> None:
     """The first two calls of a size run without graphs, later ones replay them (ROUTES). After the processor is
-    removed, calls of this size have another entry in the table, without patches. name: of the model."""
+    removed, calls of this size have another entry in the table, without patches. name: the name of the model."""
     unet = compile_unet(random_unet(name, torch.device("cuda")).half(), backend=backend)
     with scaled_context(unet):
         for seed, route in enumerate(ROUTES):

@@ -170,7 +170,7 @@ def test_an_int8_product_with_loras_is_exact_but_for_rounding_its_result(
 ) -> None:
     """Reference: the product of the same integers and scales in float64, with the LoRAs. config: how the kernel is
     launched. one_scale: one scale for the whole weight, or one for each of its columns. layers: how many layers of
-    equal sizes are fused into one. ranks: of the LoRAs that each of them has; 0: none."""
+    equal sizes are fused into one. ranks: the sum of the ranks of each layer's LoRAs; 0: no LoRAs."""
     values, scales = hosts_rows(random(333, 512, dtype=dtype))
     weight = torch.randint(-128, 128, (336, 512), device=GPU).to(torch.int8)
     columns = torch.rand(1, 1 if one_scale else 336, device=GPU) / 1000

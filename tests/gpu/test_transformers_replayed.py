@@ -46,8 +46,8 @@ class NeosNetwork:
     code, name: the Python module and the name of its class. new: a function of the class that makes the network.
     context_width: the values of a token of the prompt. call_of: makes our call of latent, timestep and context.
     low_bit_layers: how many layers of the network may be in 8 bits. has_images: whether the latent has a dimension of
-    frames. fewest_tokens: of a prompt. random: the endings of the names of parameters that the class leaves at zero.
-    deviation: of the normal distribution that these parameters are drawn from.
+    frames. fewest_tokens: the fewest tokens of a prompt. random: the endings of the names of parameters that the class
+    leaves at zero. deviation: the standard deviation of the normal distribution that these parameters are drawn from.
     """
 
     code: str

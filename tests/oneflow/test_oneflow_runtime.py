@@ -70,9 +70,9 @@ def test_where_oneflow_cannot_be_used_eager_serves_and_the_status_has_the_reason
     assert (*last_backend_and_route(), status()["reason"]) == ("eager", "plain", reason)
 
 
-def test_with_deepcache_eager_computes_all_steps_and_the_reason_names_oneflow() -> None:
-    """OneFlow cannot compute cached passes, so that the backend eager computes the full passes (steps 0, 3 and 6) too.
-    The status has the reason."""
+def test_the_backend_eager_computes_all_steps_of_deepcache_and_the_reason_names_oneflow() -> None:
+    """The user chose the backend oneflow, which cannot compute cached passes. So eager computes them, and the full
+    passes (steps 0, 3 and 6) too. The status has the reason."""
     rig = Rig(SMALL, backend="oneflow")
     reasons = []
     for _ in range(2):

@@ -22,7 +22,8 @@ from lib_onediff.families.unet.call import Control
 
 @pytest.mark.parametrize("layout", ["SD1", "SDXL"])
 def test_each_size_has_one_graph_and_its_output_is_close_to_diffusers(layout: str) -> None:
-    """Calls of two sizes, and of the first size again, make two graphs. layout: of the UNet, a name in builders."""
+    """Calls of two sizes, and of the first size again, make two graphs. layout: the layout of the UNet, a name in
+    builders."""
     unet = diffusers_unet(**getattr(builders, layout))
     ours = Ours(unet)
     before = GRAPHS.count

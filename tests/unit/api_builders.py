@@ -78,7 +78,7 @@ class Api:
 
 
 def a1111s_app(accounts: str) -> FastAPI:
-    """An app in which A1111 has added its own API. accounts: of --api-auth, "user:password,user:password"."""
+    """An app in which A1111 has added its own API. accounts: the value of --api-auth, "user:password,user:password"."""
     app = FastAPI()
     passwords = dict(account.split(":") for account in accounts.split(","))
 

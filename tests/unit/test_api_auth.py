@@ -148,8 +148,8 @@ def test_gradio_auth_without_a_page_refuses_every_request() -> None:
 @pytest.mark.parametrize("headers", [{"Origin": "https://evil.example"}, {"Sec-Fetch-Site": "cross-site"}], ids=str)
 def test_requests_that_change_something_are_refused_from_pages_of_other_sites(headers: dict[str, str]) -> None:
     """They are refused even with a correct password, which a browser may add by itself, and even as plain text, which a
-    form can send. headers: by which a browser names the page's site. test_api_origins.py tests which sites count as
-    others."""
+    form can send, and nothing is changed. headers: those by which a browser says that the page is of another site.
+    test_api_origins.py tests which sites count as others."""
     for flags, password in (({}, {}), ({"api_auth": "ann:one"}, basic("ann:one"))):
         api = Api()
         client = TestClient(api.add_to(a1111s_app("ann:one"), command_line(**flags)))

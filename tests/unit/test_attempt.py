@@ -206,7 +206,7 @@ def test_a_fault_in_the_statistics_of_a_call_does_not_lose_its_output(
     unet: nn.Module, replays: bool, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """what: the function of the statistics that fails after the call was computed. replays: by a replay of a graph, or
-    by our forward without one. The host must not compute the call again."""
+    by our forward without one. The host must not compute the call again, and the fault is recorded."""
     given = diffusers_arguments(a_call(unet))
     with torch.no_grad():
         expected = own_forward(unet)(**given).sample
@@ -222,8 +222,9 @@ def test_a_fault_in_the_statistics_of_a_call_does_not_lose_its_output(
 def test_a_fault_in_preparing_a_graph_keeps_the_computed_output_and_is_recorded_once(
     unet: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the output was computed, the capture of a CUDA graph runs out of memory, and then freeing memory for it
-    raises."""
+    """After the output was computed, the capture of a CUDA graph runs out of memory (no fault), and making room for it
+    on the GPU raises (a fault). Three calls: each gives its output, computed by our forward, and the only fault in the
+    list at the end is that one, once."""
     given = diffusers_arguments(a_call(unet))
     monkeypatch.setattr(runtime.services.holdings.made, "prepare", raises(torch.cuda.OutOfMemoryError("full")))
     monkeypatch.setattr("lib_onediff.runtime.network.Network.make_room", raises(IndexError("no room")))

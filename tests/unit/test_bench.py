@@ -102,7 +102,7 @@ def test_unsupported_variants_get_a_note_and_the_others_are_measured(
 def test_a_model_file_that_cannot_be_loaded_raises_an_error_that_names_it(
     tmp_path: Path, content: bytes | None
 ) -> None:
-    """content: of the file; None: the file does not exist."""
+    """content: the content of the file; None: the file does not exist."""
     path = tmp_path / "model.safetensors"
     if content is not None:
         path.write_bytes(content)

@@ -109,7 +109,9 @@ def test_diffusers_computes_a_copy_made_by_compile_regions_of_accelerate() -> No
         assert torch.equal(twin(**diffusers_arguments(call)).sample, expected) and calls() == before
 
 
-def test_diffusers_computes_a_copy_of_a_vae_decoder_with_its_own_weights() -> None:
+def test_diffusers_computes_a_copy_of_a_compiled_vae_decoder_with_the_weights_of_the_copy() -> None:
+    """compile_pipe() has compiled the decoder. Its copy, by copy.copy, has all its attributes, but another last
+    layer."""
     vae = tiny_vae()
     pipe = type("Pipe", (), {})()
     pipe.unet = diffusers_unet()

@@ -184,8 +184,8 @@ def test_nan_is_unchanged_until_another_value_takes_its_place(spaces: list[dict[
 
 
 def test_none_in_place_of_a_freed_module_is_a_change() -> None:
-    """Names keeps only a weak reference to a module. Once the module is freed, this reference also returns None, but it
-    must not count as equal to the new value."""
+    """Names (a class) keeps only a weak reference to a module. Once the module is freed, the reference returns None,
+    which must not count as equal to the None that now has the module's name."""
     space: dict[str, Any] = {"adapter": nn.Linear(2, 2)}
     names = Names([space], [["adapter"]])
     assert names.are_unchanged([space])

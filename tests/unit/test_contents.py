@@ -110,7 +110,7 @@ def test_each_change_is_reported_by_one_comparison_only() -> None:
 @pytest.mark.parametrize("index", range(3))
 def test_a_tensor_that_was_freed_counts_as_changed_for_ever(index: int) -> None:
     """The tensor is freed between the begin and the end of a comparison. This comparison and the next one report a
-    change. index: of the tensor."""
+    change. index: the index of the freed tensor."""
     tensors = [torch.ones(4), torch.ones(5), torch.ones(6)]
     contents = Contents([MemorySpan.of(tensor) for tensor in tensors])
     begun = contents.begin()

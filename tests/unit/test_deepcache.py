@@ -58,11 +58,12 @@ def outer_blocks_of_ldm(unet: nn.Module, call: UNetCall, depth: int, deep: Tenso
 
 @SIZES
 @pytest.mark.parametrize("depth", [1, 4, 11])
-def test_a_cached_pass_with_an_old_deep_feature_is_close_to_the_outer_blocks_of_ldm(
+def test_a_cached_pass_is_close_to_the_outer_blocks_of_ldm_with_the_same_old_deep_feature(
     depth: int, size: tuple[int, int]
 ) -> None:
-    """depth: how many outer input and output blocks are computed. The deep feature is from a call with another latent:
-    a pass that computed it anew would have another output."""
+    """depth: the number of outer input blocks that are computed, and of outer output blocks. The deep feature, in place
+    of the inner blocks' output, is from a call with another latent: a pass that computed it anew would have another
+    output."""
     unet = shared_ldm_unet()
     cut = Oracle(unet, depth)
     call = a_call(unet, *size)
@@ -152,10 +153,11 @@ def test_the_searched_unet_schedule_needs_30_steps_interval_3_and_depth_3(
 
 
 @pytest.mark.parametrize("kind", TABLES)
-def test_the_order_of_the_searched_schedules_in_their_file_does_not_matter(
+def test_the_chosen_schedule_does_not_depend_on_the_order_of_the_schedules_in_their_file(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """kind: of network, a key of schedules.json (TABLES)."""
+    """schedules.json (TABLES) has the schedules that a search has found, in a list for each kind of network. kind: the
+    kind of network."""
     cases = [(total, interval, 3) for total in range(1, 61) for interval in range(1, 21)]
     expected = [nearest_searched(kind, *case) for case in cases]
     monkeypatch.setitem(TABLES, kind, TABLES[kind][::-1])

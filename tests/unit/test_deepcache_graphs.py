@@ -38,8 +38,8 @@ def entry(part: str) -> Entry:
 
 
 def sample(rig: Rig, count: int = 8, prompts: tuple[tuple[str, ...], ...] = (("cat", "ugly"),)) -> list[str]:
-    """The routes of the calls of a sampling of `count` steps, whose outputs are compared with the oracle's. prompts: of
-    the rows of each call of a step."""
+    """The routes of the calls of a sampling of `count` steps, whose outputs are compared with the oracle's. prompts:
+    for each call of a step, the prompts of its rows."""
     rig.begin(STEPS[:count])
     whole = {*range(0, count, 3), count - 1}
     routes = []
@@ -132,8 +132,8 @@ def test_replaced_code_takes_effect_at_once_in_the_outer_part_else_at_the_next_f
     rig: Rig, block: str, routes: list[str], edit: Callable[[Any], None]
 ) -> None:
     """Before step 2, which would be a cached pass, a forward or a hook is set on a layer of `block`. The host computes
-    calls with such code, and the last output equals its own: at step 2 for a layer of the outer part (SHALLOW), at
-    step 3 for one of the inner part (DEEP). routes: of the steps."""
+    calls with such code, and the last output equals its own: at step 2 for a layer of the outer part (SHALLOW), at step
+    3 for one of the inner part (DEEP). routes: the routes of the steps."""
     layer = rig.unet.get_submodule(f"{block}.conv1")
     assert routes_and_last(rig, len(routes), lambda: edit(layer)) == (routes, 0)
 

@@ -51,8 +51,8 @@ def test_full_passes_are_computed_at_the_scheduled_steps(interval: int, total: i
 
 
 class ExpectedPass(NamedTuple):
-    """A call of a sampling, and its expected pass: "full" or "cached". names: of the prompts, one for each row of the
-    batch. size: of the latent."""
+    """A call of a sampling, and its expected pass: "full" or "cached". names: the prompts, one for each row of the
+    batch. size: the width and height of the latent."""
 
     time: float
     expected: str

@@ -218,7 +218,8 @@ class Twice:
 
 @pytest.mark.parametrize("name", ["Twice", "AttnProcessor2_0"], ids=["own name", "name of a plain one"])
 def test_an_attention_processor_of_another_package_is_called_by_our_forward(name: str) -> None:
-    """name: of its class. With the name of a class of diffusers, it must not be taken for that class."""
+    """name: the name of the processor's class. With the name of a class of diffusers, the processor must not be taken
+    for that class."""
     unet = diffusers_unet(**SMALL)
     lib_onediff.compile_unet(unet)
     plain = both(unet)[0]

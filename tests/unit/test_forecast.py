@@ -113,7 +113,8 @@ def test_an_inactive_forecast_computes_every_step_and_gives_the_reason(more: dic
     (lambda call: replace(call, patches=PatchPoints()), "other extensions"),
 ])
 def test_calls_that_cannot_be_forecast_are_all_computed(change: Callable[[UNetCall], UNetCall], why: str) -> None:
-    """change: makes two rows of different timesteps, or adds another extension's patches. why: a part of the reason."""
+    """change: gives the two rows of the batch different timesteps, or marks the call as one with another extension's
+    patches (PatchPoints; none is set here). why: a part of the reason in the status."""
     ours = Samplings("forecast")
     ours.begin()
     found = [ours.run(change(ours.call(time)))[0] for time in STEPS]

@@ -24,8 +24,8 @@ ALWAYS = (999999999.9, 0.0)
 
 
 class Adapter:
-    """The function that the host's built-in extension sets in place of a cross attention, written anew. number: of the
-    cross attention."""
+    """The function that the host's built-in extension sets in place of a cross attention, written anew. number: the
+    index of the cross attention."""
 
     def __init__(self, number: int) -> None:
         self.k_key = f"{2 * number + 1}_to_k_ip"

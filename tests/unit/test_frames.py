@@ -35,7 +35,7 @@ def unet(pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def frames_of_call(unet: Any, size: int = 8) -> Frames:
-    """The frames of one call. size: of the square latent."""
+    """The frames of one call. size: the width and height of the latent."""
     arguments = diffusers_arguments(a_call(unet, size, size))
     with torch.no_grad():
         return frames_of(lambda: unet(**arguments), CLOSED)

@@ -22,8 +22,9 @@ CLOSE = 1e-5
 
 def test_a_graph_is_not_replayed_after_a_function_of_torch_was_replaced(native_operators: StandInOperators) -> None:
     """Both the host and our operators call torch.nn.functional.silu by its name, so a replacement affects both, and our
-    output stays close to the host's. bound.epoch.addresses is the number of the epoch in which graphs are valid: it
-    changes at the first call after each replacement, and at no other."""
+    output stays close to the host's. silu is replaced and put back in turn. bound.epoch.addresses, a number, changes
+    whenever graphs become invalid: at the first call after each replacement, also after silu is put back, and at no
+    other call."""
     unet = diffusers_unet(**SMALL_XL)
     lib_onediff.compile_unet(unet, backend="cudagraph")
     bound: Any = None

@@ -29,8 +29,8 @@ def offload(unet: Any, kind: str) -> None:
 @pytest.mark.parametrize("is_first", [True, False])
 def test_offloading_hooks_run_only_if_the_host_computes(pretended: PretendedGraphs, kind: str, is_first: bool) -> None:
     """The hooks move weights; the first call runs them, because it is compared with the host. OneDiff computes calls
-    also after the hooks were removed and added again, as by loading a LoRA. Uncompiling restores the UNet. kind: of the
-    offloading. is_first: whether it is set before compile_unet, or after it."""
+    also after the hooks were removed and added again, as by loading a LoRA. Uncompiling restores the UNet. kind: the
+    kind of offloading. is_first: whether it is set before compile_unet, or after it."""
     unet = diffusers_unet(**SMALL_XL)
     moved = list[Any]()
     call = a_call(unet)

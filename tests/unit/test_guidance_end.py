@@ -43,8 +43,8 @@ def refused(ours: Samplings, change: Callable[[UNetCall], UNetCall] = lambda cal
 def test_calls_and_samplings_that_cannot_skip_the_negative_prompt_compute_all_rows(
     change: Callable[[UNetCall], UNetCall], known: dict[str, Any], why: str
 ) -> None:
-    """change: of each call. known: what the sampler reports of the sampling (fields of Sampling). why: a part of the
-    reason in the status."""
+    """change: changes each call. known: what the sampler reports of the sampling (fields of Sampling). why: a part of
+    the reason in the status."""
     ours = Samplings("guidance")
     ours.begin(**known)
     assert why in refused(ours, change)

@@ -343,8 +343,8 @@ def test_time_outside_of_the_steps_is_split_into_first_uses_and_the_rest() -> No
 
 
 def test_the_time_of_a_step_is_that_of_the_last_image_and_not_of_those_before_it() -> None:
-    """The steps of the first image count as 900 ms each (make sets their times); those of the last one count as long as
-    they really took, which is less."""
+    """Images.make() makes the first of two images and sets the times of its steps to 900 ms each; the steps of the
+    second one count as long as they really took, which is less."""
     images = Images()
     images.make()
     p = SimpleNamespace()

@@ -137,7 +137,7 @@ def test_pasting_infotext_sets_the_accordion(text: str, standing: Settings, argu
     ("speed Turbo; nonsense 5", "no option 'nonsense'"), ("speed Fast", infotext.NO_SWITCH),
 ])
 def test_unused_parts_of_a_paste_are_reported_once(text: str, part: str) -> None:
-    """part: of the one message; "": there is no message."""
+    """part: a part of the only message; "": there is no message."""
     problems: list[str] = []
     read_by_the_accordion({infotext.KEY: text}, Settings(), problems.append)
     assert len(problems) == bool(part) and all(part in problem for problem in problems)

@@ -205,7 +205,7 @@ def test_a_cpu_build_of_torch_needs_less_disk_space(tmp_path, monkeypatch, by):
 
 @pytest.mark.parametrize(("arguments", "code"), [([], 0), (["--demo"], 1)])
 def test_a_python_that_is_too_old_gets_a_sentence_instead_of_a_syntax_error(monkeypatch, capsys, arguments, code):
-    """The whole of install.py must be valid syntax for Python 3.6. code: of the exit; 0 without arguments, as a WebUI
+    """The whole of install.py must be valid syntax for Python 3.6. code: the exit code; 0 without arguments, as a WebUI
     runs it, so that the WebUI's start does not fail."""
     text = Path(install.__file__).read_text(encoding="utf-8")
     tree = ast.parse(text, feature_version=(3, 6))

@@ -95,8 +95,9 @@ def test_loras_are_added_before_the_output_is_rounded(
     shape: tuple[int, int, int], ranks: int, layers: int, with_bias: bool, config: LaunchConfig
 ) -> None:
     """The error is at most that of rounding the output once, besides float32's error of the sums. shape: (rows, width,
-    outputs). layers: how many fused layers the product computes. ranks: of each layer's LoRAs. hidden: the tokens after
-    the down matrices of all layers; each layer's rows of `up` multiply its own ranks of it (block_diag)."""
+    outputs). layers: how many fused layers the product computes. ranks: the sum of the ranks of each layer's LoRAs.
+    hidden: the tokens after the down matrices of all layers; each layer's rows of `up` multiply its own ranks of it
+    (block_diag)."""
     rows, width, out = shape
     tokens, weight = factors(rows, width, out)
     bias = torch.randn(out, device=DEVICE).half() if with_bias else None

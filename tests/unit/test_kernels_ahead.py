@@ -177,8 +177,8 @@ def test_a_kernel_is_loaded_once_for_each_launch_config(card: Any) -> None:
 def test_a_card_gets_the_newest_architecture_that_it_and_its_driver_support(
     capability: tuple[int, int], version: tuple[int, int], target: str
 ) -> None:
-    """capability: of the GPU. version: the CUDA version of its driver; NEW suffices for all kernels. target: the
-    architecture in the chosen PTX."""
+    """capability: the GPU's compute capability. version: the CUDA version of its driver; NEW suffices for all kernels.
+    target: the architecture in the chosen PTX."""
     kernels = archive.manifest().kernels
     key = next(name for name in kernels if name.startswith("products.tile_by_tile i8 fp32 i8 fp32 fp16"))
     _, ptx = archive.variant((key,), capability, version)
@@ -262,8 +262,8 @@ def test_errors_of_the_driver_are_raised_with_its_reason(
 def test_too_old_cards_and_drivers_are_refused(
     card: Any, capability: tuple[int, int], version: tuple[int, int], said: str | None
 ) -> None:
-    """capability: of the GPU. version: the CUDA version of its driver. said: a part of the reason; None: not
-    refused."""
+    """capability: the GPU's compute capability. version: the CUDA version of its driver. said: a part of the reason, in
+    which "a card" is the name of the stand-in GPU; None: not refused."""
     card.capability, card.library = capability, Library(version)
     found = launching.why_not(GPU)
     assert found is None if said is None else said in str(found)

@@ -23,8 +23,10 @@ def test_control_characters_in_a_name_are_replaced_on_the_console(capsys: pytest
     assert capsys.readouterr().err == "OneDiff: a?[2J?OneDiff: all is well??.ckpt is loaded\n"
 
 
-def test_a_line_on_the_console_has_the_name_onediff_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """"OneDiff: " is put before messages that do not begin with the name."""
+def test_the_prefix_onediff_is_added_only_to_console_lines_that_do_not_begin_with_it(
+    capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The prefix is "OneDiff: ". A message may begin with "OneDiff" in another way, such as "OneDiff's output"."""
     show_on_console()
     for text in ("OneDiff: the driver is old", "OneDiff's output is used unchecked.", decode_sentence("ours", "")):
         logging.getLogger("onediff").info(text)

@@ -128,17 +128,16 @@ def test_the_error_of_the_whole_output_is_within_any_budget(on_a_gpu: StandInOpe
 # --- when classes are measured ----------------------------------------------------------------------------------------
 
 
-def test_errors_are_measured_once_in_each_half_of_the_timesteps_at_the_first_call(
+def test_errors_are_measured_once_for_each_half_of_the_timesteps_at_the_first_call_in_that_half(
     on_a_gpu: StandInOperators, passes: list[int]
 ) -> None:
-    """Errors differ between the two halves of a sampling. passes has an item for each forward that measures: without 8
-    bits, with each of the six classes alone, and with all."""
+    """Errors differ between the two halves of a sampling. passes has an item for each of a measurement's eight
+    forwards: without 8 bits, with each of the six classes alone, and with all."""
     unet = compiled(half_unet(), budget=0.1)
     counts = []
     for timestep in (981.0, 950.0, 700.0, 1000 * MIDDLE, 300.0, 250.0, 1.0):
         served(unet, half_call(unet, timestep=timestep))
         counts.append(len(passes))
-    # With no class, with each class alone, and with all.
     assert counts == [8, 8, 8, 16, 16, 16, 16]
     assert served_by() == (EIGHT, "graph"), reason()
     served(unet, half_call(unet, seed=1))

@@ -91,7 +91,8 @@ def error_of(found: QuantizedTokens, tokens: QuantizedTokens, weight: QuantizedW
 def test_a_float8_product_with_geglu_is_close_to_the_exact_result_of_the_same_float8_factors(
     rows: int, width: int, half: int, row_scales: bool, dtype: torch.dtype, config: LaunchConfig
 ) -> None:
-    """The allowed error is that of rounding the output to float8. half, row_scales: see factors. dtype: of the bias."""
+    """The allowed error is that of rounding the output to float8. half, row_scales: see factors. dtype: the dtype of
+    the bias."""
     norm = LayerWeights(torch.rand(width, device=DEVICE) + 0.5, torch.randn(width, device=DEVICE))
     _, rounded, weight, low_bit = factors(rows, width, half, norm, row_scales)
     bias = torch.randn(2 * half, device=DEVICE).to(dtype)
@@ -156,9 +157,9 @@ def rounded_weight(weight: Tensor, kind: Kind) -> QuantizedWeight:
 def test_a_convolution_in_8_bits_or_with_float16_sums_is_close_to_float64_on_its_factors(
     batch: int, channels: int, out: int, height: int, width: int, dtype: torch.dtype, config: LaunchConfig
 ) -> None:
-    """dtype: of the factors; float16 ones are summed in float16. Each image of a batch has its own scale. The sizes
-    have edges, pixels that do not fill a tile, and channels that do not fill the depth of a tile. At last, the output
-    is compared with that of the factors before rounding."""
+    """dtype: the dtype of the factors; float16 ones are summed in float16. Each image of a batch has its own scale. The
+    sizes have edges, pixels that do not fill a tile, and channels that do not fill the depth of a tile. At last, the
+    output is compared with that of the factors before rounding."""
     given = image(batch, channels, height, width)
     weight = torch.randn(out, channels, 3, 3, device=DEVICE)
     weight *= torch.logspace(-1, 1, out, device=DEVICE)[:, None, None, None]
@@ -260,8 +261,8 @@ def test_float16_sums_are_used_if_they_are_allowed_and_correct_and_faster(
     monkeypatch: pytest.MonkeyPatch, ours_ms: float, factor: float, is_used: bool
 ) -> None:
     """Only within applied(HALF_SUMS) are they allowed; outside, the output is the library's bit for bit. ours_ms: the
-    time of our convolution, against 1.0 ms of the library's; a gain of 1 % is not enough. factor: of our convolution's
-    output; with 1.1 it is wrong."""
+    time of our convolution, against 1.0 ms of the library's; a gain of 1 % is not enough. factor: our convolution's
+    output is multiplied by it; with 1.1, the output is wrong."""
     launches = Launches(TuningCache())
     kernel = CONVOLUTIONS[HALF]
     real = products.half_sums_convolution

@@ -143,8 +143,8 @@ def test_operators_on_tokens_that_are_not_contiguous_are_close_to_the_torch_oper
 def test_the_operators_of_a_transformer_block_are_close_to_torch_operators_in_float32(
     native: NativeOperators, dtype: torch.dtype, kept: torch.dtype
 ) -> None:
-    """Modulated norms, gated additions, GELU, and split heads with norms and rotary embeddings. dtype: of the weights
-    and the other inputs. kept: of the residual."""
+    """Modulated norms, gated additions, GELU, and split heads with norms and rotary embeddings. dtype: the dtype of the
+    weights and the other inputs. kept: the dtype of the residual."""
     tokens = random(2, 7, 48).to(kept)
     hidden = random(2, 7, 48).to(dtype)
     gate = random(2, 48).to(dtype)
@@ -211,8 +211,8 @@ def test_attention_over_few_keys_is_close_to_float64(kind: str, dtype: torch.dty
      for config in ends([config for config in kernel.candidates if config != LIBRARY])], ids=str,
 )
 def test_attention_is_close_to_float64_with_every_launch_config(width: int, config: LaunchConfig) -> None:
-    """width: of a head; 64 and 80 have different kernels. On a CPU, only the first and the last config of each are
-    tested."""
+    """width: the width of a head; 64 and 80 have different kernels. On a CPU, only the first and the last config of
+    each are tested."""
     inputs = inputs_of(random_on(DEVICE, torch.float16), (1, 2, 70, width), (1, 2, 154, width))
     assert relative_error(attention(*inputs, config).double(), exact_attention(*inputs)) < ROUNDING[torch.float16]
 

@@ -112,7 +112,7 @@ def test_a_folder_named_oneflow_does_not_count_as_the_installed_package(
 def test_devices_and_dtypes_that_oneflow_does_not_support_have_a_reason(
     device: torch.device, dtype: torch.dtype, part: str | None
 ) -> None:
-    """part: of the reason, why OneFlow cannot be used; None: it can."""
+    """part: a part of the reason why OneFlow cannot be used; None: it can be used."""
     why = why_not_for(device, dtype)
     assert why is None if part is None else a_sentence(why) and part in why
 

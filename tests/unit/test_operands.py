@@ -86,8 +86,8 @@ def stored_weight(kind: str, rows: int, by_rows: bool = False) -> StoredWeight:
 
 
 def network(*kinds: str | None, by_rows: bool = False) -> nn.Module:
-    """Two layers with the same input, and a third one. kinds: of the first two; see stored_weight. None: not
-    quantized."""
+    """Two layers with the same input, and a third one. kinds: the kinds of the weights of the first two; see
+    stored_weight. None: not quantized."""
     root = nn.Module()
     for name, rows, kind in zip(NAMES, ROWS, kinds, strict=True):
         layer = nn.Linear(WIDTH, rows)
@@ -307,9 +307,10 @@ def test_an_edit_in_place_changes_the_digests_of_weights(edit: str) -> None:
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])
-def test_low_rank_of_rows_has_only_the_loras_that_add_to_these_rows(is_scaled: bool) -> None:
-    """LowRank holds the LoRAs of a fused layer, each of which adds to some of its rows. Of three, the first has rank 1,
-    and the other two, with ranks 2 and 3, add to the same rows. is_scaled: whether each has a scale."""
+def test_of_rows_keeps_only_the_loras_that_add_to_these_rows_and_the_output_stays_the_same(is_scaled: bool) -> None:
+    """LowRank holds the LoRAs of a fused layer, each of which adds to some of its rows; of_rows() returns those of one
+    range of rows. Here a LoRA of rank 1 adds to the first range, two LoRAs, of ranks 2 and 3, add to the second, and
+    none to the third. is_scaled: whether each LoRA has a scale, a scalar."""
     x, down = torch.randn(2, WIDTH), torch.randn(6, WIDTH)
     ups = ((0, torch.randn(4, 1)), (4, torch.randn(2, 2)), (4, torch.randn(2, 3)))
     scales = tuple(torch.rand(3)) if is_scaled else ()

@@ -54,8 +54,8 @@ def test_the_most_used_sizes_come_first_and_each_once(tmp_path: Path) -> None:
 def test_the_batch_of_a_most_used_size_counts_images_and_not_rows(
     batch: int, tokens: int, wanted: Any, tmp_path: Path
 ) -> None:
-    """batch, tokens: of the stored UNet calls; an even batch has two rows for each image (prompt and negative prompt).
-    wanted: (images, tokens). A number of tokens that users cannot choose becomes 77."""
+    """batch, tokens: batch size and prompt length of the stored UNet calls; an even batch has two rows for each image
+    (prompt and negative prompt). wanted: (images, tokens). A number of tokens that users cannot choose becomes 77."""
     history = history_of(tmp_path, row("512x512", 5, batch=batch, tokens=tokens), row("512x512", 4))
     assert history.most_used("SD1", 1) == [(Size(512, 512, wanted[0]), wanted[1])]
 
@@ -74,7 +74,11 @@ def test_most_used_sizes_that_users_cannot_enter_are_left_out(tmp_path: Path) ->
     ("512x512, 768x512, 512x512, 512x512 x2", [Size(512, 512), Size(768, 512), Size(512, 512, 2)]),
     (f"512x512 x{LARGEST_BATCH}", [Size(512, 512, LARGEST_BATCH)]),
 ])
-def test_written_sizes_are_read_with_any_separator_and_with_a_batch_size(text: str, expected: list[Size]) -> None:
+def test_written_sizes_are_read_with_any_separator_and_a_batch_size_and_duplicates_are_dropped(
+    text: str, expected: list[Size]
+) -> None:
+    """Between sizes: a comma, semicolon or line break; between width and height: x, X or ×; before the batch size: x or
+    X."""
     assert parse_sizes(text) == expected
 
 

@@ -69,7 +69,8 @@ def test_our_forward_runs_inside_of_a_hook_of_accelerate_and_either_can_be_remov
 
 
 def test_forward_hooks_of_torch_run_before_and_after_our_forward(unet: Any) -> None:
-    """The hook that runs after our forward doubles its output."""
+    """A forward pre-hook runs before our forward, and a forward hook after it, whose doubled output is what the caller
+    gets."""
     lib_onediff.compile_unet(unet)
     seen: list[str] = []
     unet.register_forward_pre_hook(lambda module, given: seen.append("before"))

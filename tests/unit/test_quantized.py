@@ -113,8 +113,8 @@ def test_in_half_precision_input_divided_by_scale_is_first_rounded_to_its_dtype(
 @pytest.mark.parametrize("rows", [1, 5, 40])
 @pytest.mark.parametrize("width", [24, 1024, 3000])
 def test_products_of_integers_are_exact(rows: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By torch's own int8 product, if it has one for this device, and by the fallback. The first rows, which are all
-    -128, have the largest possible sum."""
+    """By torch's own int8 product, if it has one for the CPU, and by the fallback. The first row of each of the two
+    matrices is all -128, so that their product is the largest possible sum."""
     left, right = (torch.randint(-128, 128, (count, width), dtype=torch.int8) for count in (rows, 17))
     left[0] = -128
     right[0] = -128
@@ -188,7 +188,8 @@ def test_every_operator_supports_layers_with_8_bit_weights() -> None:
     (256, 512, torch.float8_e4m3fn, "a layer has ConvRot and is stored in float8_e4m3fn, not INT8"),
 ])
 def test_an_invalid_rotation_is_refused(group: int, width: int, values: torch.dtype, reason: str) -> None:
-    """group: the group size of the rotation. width: of the weight. values: the dtype of its stored numbers."""
+    """group: the group size of the rotation. width: the width of the weight. values: the dtype of its stored
+    numbers."""
     weight = QuantizedWeight(torch.zeros(OUT, width).to(values), torch.ones(1, 1), group)
     layer = LayerWeights(torch.empty(OUT, width, device="meta"), None, (weight,))
     with pytest.raises(Refusal, match=reason):

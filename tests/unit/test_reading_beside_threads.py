@@ -87,7 +87,8 @@ def test_a_snapshot_of_an_objects_attributes_is_made_while_another_thread_sets_t
 
 
 def test_a_network_is_read_while_another_thread_gives_it_attributes() -> None:
-    """Tree reads the attributes of all modules; one of them gets new ones meanwhile."""
+    """Tree reads the attributes of all modules, while one of the modules gets new ones. Nothing is raised: a dictionary
+    that changes its size during an iteration would raise."""
     unet = diffusers_unet()
     resnet = unet.down_blocks[0].resnets[0]
     with written_meanwhile(lambda name: len(vars(resnet)) < 3000 and setattr(resnet, name, "")):

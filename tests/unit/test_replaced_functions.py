@@ -1,6 +1,7 @@
 """Functions that the network's code calls by name are replaced after a size was checked. The host then computes the
-calls, with a reason that names the author of the replacement. Once it is removed, OneDiff computes them again. A check
-compares our output with the host's; without a replacement, it is made at the first call of a size."""
+calls, with a reason that names the extension or Python module from which the replacement is. Once it is removed,
+OneDiff computes them again. A check compares our output with the host's; without a replacement, it is made at the first
+call of a size."""
 from __future__ import annotations
 
 import functools

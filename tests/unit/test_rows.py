@@ -69,9 +69,9 @@ def a_decode(model: str, batch: int, last_used: float) -> Entry:
     return Entry(key, model=model, last_used=last_used)
 
 
-def test_decodes_and_encodes_are_in_the_row_of_the_model_at_their_resolution() -> None:
-    """They do not change when the row counts as last used. Without a model at this resolution, they have rows of their
-    own."""
+def test_shapes_of_the_vae_are_in_the_row_of_the_unet_or_transformer_at_their_resolution() -> None:
+    """A row's time of last use is that of the model's calls alone, not of decodes or encodes. If no model has a row at
+    this resolution, the VAE's decoder and encoder have a row each."""
     decodes = [a_decode("VAE decoder", 1, 50), a_decode("VAE encoder", 2, 10)]
     (row,) = rows_of([an_entry(64, 72, last_used=20), *decodes])
     assert (row.model, row.last_used) == ("SD1", 20)

@@ -47,7 +47,7 @@ def test_take_rows_selects_rows_of_batched_inputs_and_keeps_inputs_of_one_row(is
 @pytest.mark.parametrize("layout", ["SD1", "SDXL"])
 def test_diffusers_output_for_some_rows_is_close_to_these_rows_of_the_whole_batch(layout: str, is_first: bool) -> None:
     """Policies that compute only the prompt's rows rely on this. is_first: whether these rows are the batch's first
-    half, or its second. layout: of the UNet."""
+    half, or its second. layout: the layout of the UNet."""
     unet = shared_unet(layout)
     call = a_call(unet, batch=4)
     rows = half_of(4, is_first)

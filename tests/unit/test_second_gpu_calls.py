@@ -46,8 +46,8 @@ def test_rows_computed_on_two_gpus_are_joined_in_the_order_of_the_batch(names: A
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.usefixtures("unchecked")
 def test_the_residuals_of_a_controlnet_are_split_like_the_rows_of_the_batch(rows: int) -> None:
-    """rows: of the residual; a single row is added to every row of the batch. The output is compared with ours on one
-    GPU, and differs from the one without the residual."""
+    """rows: the number of rows of the residual; a single row is added to every row of the batch. The output is compared
+    with ours on one GPU, and differs from the one without the residual."""
     one = OnTwoGpus.of(second_gpu="off")
     two = OnTwoGpus.of()
     call = two.call()

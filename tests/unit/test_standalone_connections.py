@@ -163,7 +163,7 @@ def test_a_large_body_that_arrives_steadily_is_accepted(port: int) -> None:
         assert b"1000000" in connection.recv(4096) + connection.recv(4096)
 
 
-def test_a_connection_without_a_request_is_closed_after_the_time_limit(port: int) -> None:
+def test_a_connection_on_which_nothing_is_sent_is_closed_after_the_time_limit(port: int) -> None:
     with connect(port) as connection:
         assert is_closed(connection)
 

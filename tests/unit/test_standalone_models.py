@@ -573,7 +573,8 @@ def test_an_impossible_path_is_refused_in_one_short_line(path: str) -> None:
 def test_an_incomplete_safetensors_file_is_refused_whatever_length_it_claims_for_its_header(
     tmp_path: Path, length: int
 ) -> None:
-    """length: of the header in bytes, as the first 8 bytes of the file say. The file has 100 MB, mostly zeros."""
+    """length: the length of the header in bytes, as it is in the first 8 bytes of the file. The file has 100 MB, mostly
+    zeros."""
     file = tmp_path / "model.safetensors"
     with file.open("wb") as opened:
         opened.write(length.to_bytes(8, "little") + b"{" * 100)

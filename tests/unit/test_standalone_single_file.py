@@ -173,13 +173,17 @@ def test_reading_the_largest_yaml_file_is_fast(tmp_path: Path, text: str) -> Non
     assert found == (text.startswith('parameterization: "v"') or text.endswith("parameterization: v"))
 
 
-@pytest.mark.parametrize("damage", ["too large", "a named pipe", "a folder"])
-def test_a_yaml_that_is_too_large_or_not_a_regular_file_is_refused(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("what", ["too large", "a named pipe", "a folder"])
+def test_a_checkpoint_is_refused_if_its_yaml_file_is_too_large_or_not_a_regular_file(
+    tmp_path: Path, what: str
+) -> None:
+    """As in A1111, a .yaml file beside the checkpoint says whether the model predicts v. The refusal names this
+    file."""
     yaml = write(tmp_path, sd1_weights()).with_suffix(".yaml")
-    if damage == "a named pipe":
+    if what == "a named pipe":
         pytest.importorskip("fcntl", reason="Windows has no such files")
         os.mkfifo(yaml)
-    elif damage == "a folder":
+    elif what == "a folder":
         yaml.mkdir()
     else:
         yaml.write_bytes(b"#" * (2 << 20))
@@ -224,7 +228,7 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path: Path, monkeypatch
 def test_networks_of_the_shipped_configurations_have_the_published_numbers_of_parameters(
     family: str, parameters: int
 ) -> None:
-    """The numbers of the UNet differ by family; the VAE is the same for all. parameters: of the UNet."""
+    """The numbers of the UNet differ by family; the VAE is the same for all. parameters: the UNet's number."""
     from diffusers import AutoencoderKL, UNet2DConditionModel
 
     configs = json.loads(Path(models.__file__).with_name("checkpoint_configs.json").read_text(encoding="utf-8"))

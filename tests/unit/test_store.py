@@ -161,8 +161,9 @@ def open_and_write(folder: Path, name: str, go: float, sender: Connection) -> No
 def test_processes_that_open_the_store_at_once_share_one_file_and_lose_nothing(
     tmp_path: Path, is_damaged: bool
 ) -> None:
-    """is_damaged: whether the file that the four processes find is damaged: then all use the same new one. Each writes
-    more data when it ends."""
+    """The four processes find no file, or a damaged one: they make one new file together, and the damaged one is kept
+    beside it. Each writes uses and pins, and one more use that is still pending when it closes the store at its end.
+    is_damaged: whether there is a damaged file."""
     names = ["one", "two", "three", "four"]
     for attempt in range(2):
         folder = tmp_path / str(attempt)

@@ -106,8 +106,8 @@ def test_a_network_share_can_hold_a_store(tmp_path: Path) -> None:
 def test_no_file_is_written_through_a_link_in_the_cache_folder(
     tmp_path: Path, name: str, content: bytes, link: Callable[[Path, Path], None]
 ) -> None:
-    """name: a file that the store uses; here, a link to a file elsewhere. content: of that file, which must stay. Once
-    the link is deleted, everything is written."""
+    """name: a file that the store uses; here, a link to a file elsewhere. content: the content of that file, which must
+    not change. Once the link is deleted, everything is written."""
     theirs = tmp_path / "theirs"
     folder = tmp_path / "cache"
     theirs.write_bytes(content)

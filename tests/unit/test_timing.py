@@ -102,12 +102,13 @@ class Host:
 @pytest.mark.parametrize(("seconds", "is_warm_up", "timed"), [
     (60.0, False, ENOUGH), (-1.0, False, 1), (-1.0, True, ENOUGH),
 ], ids=["quick", "slow", "slow, while nobody waits"])
-def test_a_check_times_the_host_after_its_first_run_and_a_slow_host_only_once(
+def test_a_check_times_the_host_after_its_first_run_and_a_slow_host_only_once_while_a_user_waits(
     seconds: float, is_warm_up: bool, timed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first run is not timed: it may load kernels, and takes 0.2 s here. seconds: the limit up to which the host is
-    timed often; with -1, every host is slow. timed: the number of timed runs. is_warm_up: OneDiff pre-warms, so that no
-    user waits, and a slow host is timed often too."""
+    """A check compares our output with the host's, and times the host. Its first run is not timed: it may load kernels,
+    and takes 0.2 s here. seconds: the limit up to which the host is timed often; with -1, every host is slow. timed:
+    the number of timed runs, without the first. is_warm_up: OneDiff pre-warms, so that no user waits, and a slow host
+    is timed often too."""
     monkeypatch.setattr(verify, "SECONDS_TO_TIME_THE_HOST", seconds)
     entry = Entry(KEY)
     host = Host()

@@ -61,11 +61,12 @@ def within_a_function(unet: nn.Module, traced: Traced) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("compiled", [wrapped_first, in_place_first, wrapped_later, within_a_function])
 @torch.no_grad()
-def test_torch_compile_of_a_compiled_unet_traces_nothing_and_onediff_computes_it(
+def test_onediff_computes_a_unet_that_torch_compile_also_compiles_and_nothing_is_traced(
     compiled: Callable[..., Any], traced: Traced
 ) -> None:
-    """The output must be close to that of the original forward. compiled: applies torch.compile and compile_unet() in
-    one of four orders."""
+    """The output must be close to that of the original forward, and torch.compile must trace no operator at all.
+    compiled: applies compile_unet() and, before or after it, torch.compile: to the module or to a function that calls
+    it."""
     unet = diffusers_unet(**SMALL)
     call = compiled(unet, traced)
     for side in (8, 8, 10):

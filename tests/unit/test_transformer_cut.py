@@ -125,9 +125,10 @@ def test_a_cached_pass_is_close_to_the_first_blocks_of_the_host_plus_the_kept_ch
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_the_units_of_a_cached_pass_are_the_weights_that_it_reads(depth: int) -> None:
-    """Units are groups of layers in the order in which their weights are streamed. check_reads() raises if they do not
-    name the weights that the pass reads."""
+def test_the_units_of_a_cached_pass_name_the_weights_that_it_reads_in_this_order(depth: int) -> None:
+    """Units are groups of layers in the order in which their weights are streamed. check_reads() raises if they name
+    other weights than the pass reads, or in another order. The pass reads no weight of the first block behind the
+    cut."""
     unet = network(num_layers=BLOCKS)
     bound = BoundNetwork(unet)
     given = cosmos_call(unet, **call())
@@ -220,8 +221,8 @@ def test_transformer_interval_has_no_effect_on_unets() -> None:
 @pytest.mark.parametrize("path", ["transformer_blocks.0.attn1.to_q", "transformer_blocks.2.ff.net.2", "proj_out"])
 @torch.no_grad()
 def test_an_edit_before_or_behind_the_cut_takes_effect_at_the_next_step(unet: Any, path: str) -> None:
-    """path: of the edited layer, in the block before the cut, behind the cut, or after all blocks. The next output is
-    compared with a full pass of the reference with the same edit."""
+    """path: the path of the edited layer, in the block before the cut, behind the cut, or after all blocks. The next
+    output is compared with a full pass of the reference with the same edit."""
     host = HostCut(unet, 1)
     with lib_onediff.sampling(unet, timesteps=TIMES):
         for number in (0, 1, 2, 3):

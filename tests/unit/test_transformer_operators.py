@@ -100,9 +100,10 @@ MASKS = {"none": no_mask, "padded": of_padded_prompts, "empty prompt": with_an_e
 def test_attention_with_a_mask_and_shared_key_heads_is_close_to_float64(
     mask: str, key_heads: int, dtype: torch.dtype, upcast: bool, newest: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both the torch operators and Attention, which chooses among kernels, are compared. mask: of padded prompts, with
-    an empty prompt, or one for each query. key_heads: several queries share a key head if it is less than HEADS.
-    newest: whether torch's own grouped attention (torch 2.5) may be used. A query that sees no key gives zeros."""
+    """Both the torch operators and Attention, which chooses among kernels, are compared. mask: the name of a mask: of
+    padded prompts, of prompts of which one is empty, or one for each query. key_heads: several queries share a key head
+    if it is less than HEADS. newest: whether torch's own grouped attention (torch 2.5) may be used. A query that sees
+    no key gives zeros."""
     if not newest:
         monkeypatch.setattr(torch_ops, "HAS_GQA", False)
     query = random(BATCH, HEADS, TOKENS, HEAD, dtype=dtype)

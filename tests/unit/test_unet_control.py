@@ -54,7 +54,7 @@ def test_residuals_of_a_controlnet_are_added_at_their_stages(
 ) -> None:
     """Our output is compared with that of ldm's layers and the residuals added between them, which differs from the one
     without residuals. present: indices of the stages that get a residual. part: the part of the UNet that gets
-    residuals. size: of the latent; odd sizes are resized on the way up."""
+    residuals. size: the size of the latent; odd sizes are resized on the way up."""
     unet = shared_ldm_unet()
     call = a_call(unet, *size)
     parts = residuals_for(unet, call, present)

@@ -211,8 +211,9 @@ class Scaler(nn.Module):
         return self.block(functional.interpolate(x, scale_factor=0.5), *given)
 
 
-def test_the_reason_names_the_module_around_a_block_and_its_author() -> None:
-    """The UNet is ldm's. With its own block again, it is accepted."""
+def test_the_reason_names_the_wrapper_that_replaces_a_block_and_the_extension_that_made_it() -> None:
+    """In a UNet of ldm, an extension has put a module of its own (Scaler) in the place of a block, around it. With the
+    block itself put back, the UNet is accepted."""
     unet = ldm_structure({})
     unet.input_blocks[2] = Scaler(unet.input_blocks[2])
     with pytest.raises(Refusal, match=f"^{__name__} has replaced input_blocks.2 by its own Scaler$"):

@@ -182,7 +182,7 @@ def test_a_decode_that_does_not_overflow_is_not_repeated(monkeypatch: pytest.Mon
 
 def test_an_overflowing_vae_without_memory_for_float32_is_decoded_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """bfloat16 has float32's range, and half of its bytes. Here each decode in float32 runs out of memory. The reason
-    names both."""
+    names the overflow and the lack of memory."""
     decoder, latent = overflowing_in_float16()
     run = Decoding.run
     types: list[torch.dtype] = []

@@ -94,8 +94,8 @@ PARAMETER = "it has unknown parameters .1., such as conv_out.adapter"
 def test_a_decoder_that_is_changed_or_has_unsupported_options_is_run_by_the_host(
     make: Callable[[], Any], change: Callable[[Any], Any], reason: str
 ) -> None:
-    """make: the decoder, of ldm or diffusers. change: of this decoder. reason: a pattern of the reason in the
-    status."""
+    """make: makes the decoder, of ldm or diffusers. change: changes this decoder. reason: a pattern of the reason in
+    the status."""
     decoder = make()
     change(decoder)
     assert_left_to_the_host(decoder, reason)

@@ -255,8 +255,8 @@ def test_after_a_fault_in_our_code_around_a_decode_the_host_decodes_once_and_the
 def test_a_fault_while_a_decode_is_counted_loses_no_image(
     host: Host, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The image must be close to the host's, without another decode by the host. function: of the VAE route; raises an
-    exception when it notes or counts the decode, after the image is made."""
+    """The image must be close to the host's, without another decode by the host. function: the function of the VAE
+    route that raises an exception when it notes or counts the decode, after the image is made."""
     latent = a_latent(host.decoder)
     decode(host, latent)
     monkeypatch.setattr(runtime.vae, function, raises(IndexError("no statistics")))

@@ -179,9 +179,9 @@ class Recalled(History):
 def test_an_output_is_compared_with_the_host_unless_the_history_has_a_verdict_on_it(
     recalled: bool, state: State, patches: bool, is_warm_up: bool, is_compared: bool
 ) -> None:
-    """recalled: whether the history has the verdict that our output is close to the host's. state: of the entry; PROVED
-    if an output was compared in this process. patches: whether functions of other extensions are called: such an output
-    is always compared. is_warm_up: whether the call is part of a warm-up, not of an image."""
+    """recalled: whether the history has the verdict that our output is close to the host's. state: the state of the
+    entry; PROVED if an output was compared in this process. patches: whether functions of other extensions are called:
+    such an output is always compared. is_warm_up: whether the call is part of a warm-up, not of an image."""
     entry = an_entry(**(PATCHED if patches else {}))
     calls = []
     entry.state = state

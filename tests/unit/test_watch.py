@@ -1,5 +1,6 @@
 """A Tree records the modules of a network and the code that they run. is_unchanged() is False after every change by
-which the network may compute something else, so that OneDiff checks the network again.
+which the network may compute something else, so that OneDiff checks the network again. A change is said to change the
+tree if is_unchanged() is False after it.
 
 The digest of a Tree is the key under which what was found out about this code is stored on disk.
 """
@@ -195,7 +196,9 @@ def test_replacing_a_method_of_an_object_reached_through_data_changes_the_tree_a
     assert tree.is_unchanged(network) and Tree(network, frozenset(), frozenset()).digest == digest
 
 
-def test_another_function_in_a_dictionary_of_the_module_changes_the_tree_and_its_digest() -> None:
+def test_replacing_a_function_in_a_dictionary_of_the_network_changes_the_tree_and_its_digest() -> None:
+    """The dictionary is an attribute of the network, whose forward calls this function. is_unchanged() must be False
+    afterwards."""
     network = ByData()
     tree = Tree(network, frozenset(), frozenset())
     digest = tree.digest

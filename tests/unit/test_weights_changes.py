@@ -209,7 +209,7 @@ def test_each_of_many_random_edits_takes_effect_at_the_next_call_with_graphs(
     pretended: PretendedGraphs, seed: int
 ) -> None:
     """Outputs are compared with the host's after each edit. EDITS: every kind of edit that hosts and extensions make,
-    in a random order, with and without new prompts and samplings. seed: of that order."""
+    in a random order, with and without new prompts and samplings. seed: the seed of that order."""
     chance = random.Random(seed)
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL), backend=NATIVE)
     call = a_call(unet)

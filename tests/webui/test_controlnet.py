@@ -1,5 +1,6 @@
-"""Images with ControlNet match those of the WebUI alone (OneDiff off). Forge passes ControlNet's output to the UNet,
-and OneDiff computes the UNet; A1111's extension runs the UNet's blocks itself, so the WebUI computes those calls."""
+"""Images with ControlNet match those of the WebUI alone (OneDiff off; no pixel differs by more than 1 of 255). Forge
+passes ControlNet's output to the UNet, and OneDiff computes the UNet; A1111's extension runs the UNet's blocks itself,
+so the WebUI computes those calls."""
 from __future__ import annotations
 
 from typing import Any
@@ -46,7 +47,8 @@ def assert_same_by_its_route(webui: WebUI, request: dict[str, Any], plain: Run, 
 def test_images_with_t2i_adapters_and_sdxl_controlnets_match_those_of_the_webui(
     webui: WebUI, sd15: Models, role: str, checkpoint: str
 ) -> None:
-    """The next image without the model is as before. role: of the T2I-Adapter or ControlNet."""
+    """The next image without the model is as before. role: the role of the T2I-Adapter or ControlNet (see
+    webui_models.py)."""
     need(webui, "ControlNet")
     request = controlled(webui, sd15.need(role))
     sd15.use(checkpoint)

@@ -139,7 +139,8 @@ def test_deepcache_computes_as_many_full_passes_as_scheduled_for_every_kind_of_r
 def test_an_option_that_does_not_apply_to_a_request_skips_nothing_and_the_status_says_why(
     webui: WebUI, exact: Counted, options: dict[str, Any], request_: dict[str, Any], part: str, why: str
 ) -> None:
-    """The image must be the same to the bit as without the option. part: of the status. why: a part of its reason."""
+    """The image must be the same to the bit as without the option. CFG scales as low as 1.5 are for few-step models.
+    part: the key of the option's entry in status(). why: words of the reason in this entry."""
     need(webui, "AND prompts" if "prompt" in request_ else "")
     plain = generated(webui, {}, **request_)
     found = generated(webui, options, **request_)

@@ -1,6 +1,6 @@
 """Images with other extensions. Functions that they register for the UNet in a known way run within OneDiff's forward.
 Unknown changes of the UNet make the WebUI compute it, and the status says why. OneDiff computes the images of
-extensions that do not change the UNet."""
+extensions that do not change the UNet. Images are the same if no pixel differs by more than 1 of 255."""
 from __future__ import annotations
 
 import re

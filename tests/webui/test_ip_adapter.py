@@ -41,8 +41,8 @@ BY_LLLITE = {
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit of ControlNet's extension in a request. role: of its model. seed: of its input image. masked: whether it
-    is limited to the left half. changes: its other settings."""
+    """A unit of ControlNet's extension in a request. role: the role of its model (see webui_models.py). seed: the seed
+    of its input image. masked: whether it is limited to the left half. changes: its other settings."""
 
     role: str
     seed: int = 1
@@ -183,7 +183,7 @@ def test_images_with_ip_adapters_and_controllllites_between_graphs_match_those_o
     webui: WebUI, sd15: Models, case: Case
 ) -> None:
     """On Forge and Neo, graphs of the parts between the extension's functions are replayed; a CPU's stand-in for them
-    is enough."""
+    is enough. No pixel differs by more than one level of 255."""
     only_forge(webui)
     reason = reason_for(webui, case)
     request, without = prepared(webui, sd15, case)

@@ -1,4 +1,5 @@
-"""Images with LoRAs match those of the WebUI alone (OneDiff off), and have no LoRA of the image before."""
+"""Images with LoRAs match those of the WebUI alone (OneDiff off; no pixel differs by more than 1 of 255), and have no
+LoRA of the image before."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -33,9 +34,10 @@ def make_all(make: Callable[..., Run], webui: WebUI, prompts: list[str]) -> list
     return [make(webui, {"prompt": prompt}) for prompt in prompts]
 
 
-def test_images_with_two_loras_in_turn_match_those_of_the_webui(webui: WebUI, lora_a: str, lora_b: str) -> None:
-    """All images with OneDiff on are made first, so that no run with OneDiff off merges a LoRA into the weights that
-    OneDiff uses. Images of the same prompt match, and other LoRAs or weights change the image."""
+def test_images_with_changing_loras_match_those_of_the_webui(webui: WebUI, lora_a: str, lora_b: str) -> None:
+    """The images have no LoRA, a, b, a at half weight, or both, in a changing order. All images with OneDiff on are
+    made first, so that no run with OneDiff off merges a LoRA into the weights that OneDiff uses. Images of the same
+    prompt match, with OneDiff on or off, and another LoRA or another weight in the prompt changes the image."""
     prompts = [
         PROMPT, with_lora(lora_a, 1), with_lora(lora_b, 1), with_lora(lora_a, 0.5), with_lora(lora_a, 1), PROMPT,
         with_lora(lora_b, 1), with_lora(lora_a, 1) + f" <lora:{lora_b}:0.7>", PROMPT,
@@ -84,7 +86,8 @@ def test_an_image_whose_hires_pass_has_another_lora_matches_that_of_the_webui(
 def test_images_with_other_kinds_of_loras_match_the_webui_and_the_next_without_is_as_before(
     webui: WebUI, sd15: Models, role: str, checkpoint: str
 ) -> None:
-    """role: of the LoRA, a LoCon or one for SDXL. Each is used at the usual size, and at another size in batches."""
+    """role: the role (see webui_models.py) of the LoRA, which is a LoCon or one for SDXL. Each is used at the usual
+    size, and at another size in batches."""
     need(webui, "LoRA")
     name = sd15.need(role)
     sd15.use(checkpoint)

@@ -49,8 +49,8 @@ def low_bits(request: pytest.FixtureRequest, webui: WebUI, sd15: Models) -> Iter
 def test_images_with_float8_weights_and_loras_are_the_same_with_and_without_onediff(
     webui: WebUI, sd15: Models, low_bits: str
 ) -> None:
-    """Requests differ in their LoRAs. Each image differs from the previous one; the last one, without a LoRA, equals
-    the first bit for bit."""
+    """No pixel differs by more than 1 of 255. Requests differ in their LoRAs. Each image differs from the previous one;
+    the last one, without a LoRA, equals the first bit for bit."""
     one, other, locon = (sd15.need(role) for role in ("lora-a", "lora-b", "locon"))
     prompts = [
         PROMPT, with_lora(one, 1), with_lora(one, 0.5), with_lora(other, 1),
@@ -69,6 +69,7 @@ def test_images_with_float8_weights_and_loras_are_the_same_with_and_without_oned
 def test_an_image_with_float8_weights_a_controlnet_and_a_lora_is_the_same_with_and_without_onediff(
     webui: WebUI, sd15: Models, controlnet: str, low_bits: str,  # noqa: F811
 ) -> None:
+    """No pixel differs by more than 1 of 255. The image without the LoRA is another one."""
     without = run_on(webui, controlled(webui, controlnet))
     request = {**controlled(webui, controlnet), "prompt": with_lora(sd15.need("lora-a"), 1)}
     with_it, _ = assert_same_on_and_off(webui, request)

@@ -1,5 +1,6 @@
-"""Images match those of the WebUI alone (OneDiff off) while other extensions act around a generation: nested
-generations, other threads, edited weights, and modules of their own. Also images of v-prediction and inpainting models.
+"""Images match those of the WebUI alone (OneDiff off; no pixel differs by more than 1 of 255) while other extensions
+act around a generation: nested generations, other threads, edited weights, and modules of their own. Also images of
+v-prediction and inpainting models.
 
 For A1111 and Forge Neo. tests/webui/extensions/onediff-neighbours reproduces these actions; it must be linked into the
 extensions folder of the WebUI at --webui.

@@ -45,8 +45,8 @@ def site() -> Iterator[Any]:
 
 
 def event_of_page(url: str, elem_id: str, **values: Any) -> dict[str, Any]:
-    """The body of the request that a click on a button of the page sends. elem_id: of the button. values: of the
-    event's inputs, by their elem_id; the others have their initial values."""
+    """The body of the request that a click on a button of the page sends. elem_id: the button's elem_id. values: values
+    of the event's inputs, by the input's elem_id; the other inputs have their initial values."""
     config = requests.get(f"{url}/config", timeout=60).json()
     props = {component["id"]: component["props"] for component in config["components"]}
     button = next(number for number, own in props.items() if own.get("elem_id") == elem_id)

@@ -330,7 +330,8 @@ def test_a_pasted_infotext_sets_the_accordion_to_the_options_of_the_image(
     page, webui: WebUI, tab: str, made_with: dict[str, Any], options: dict[str, Any], expected: tuple[bool, str, str]
 ) -> None:
     """It does not matter what the accordion showed before, and what the settings tab has. made_with: the image's
-    options. options: of the settings tab. expected: the checkbox, the preset, and the text of extra options."""
+    options. options: the options of the settings tab. expected: the checkbox, the preset, and the text of extra
+    options."""
     need(webui, "img2img" if tab == "img2img" else "")
     infotext = webui.txt2img(steps=10, sampler_name="Euler", **one_run(**made_with)).info["infotexts"][0]
     show_tab(page, tab)

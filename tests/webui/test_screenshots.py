@@ -35,7 +35,7 @@ def page(request: pytest.FixtureRequest, browser: Any, standalone: WebUI) -> Any
 
 def draw(page: Any, selector: str, name: str, last: str = "") -> None:
     """Write a screenshot of an element, or of all elements from it to `last`, to the folder .readme. selector, last:
-    CSS selectors. name: of the file."""
+    CSS selectors. name: the name of the file."""
     page.find(selector)
     time.sleep(1)
     box = page.run("""

@@ -1,5 +1,6 @@
 """Changes within one sampling. Its first UNet calls make plans: a CUDA graph, with all that is known about calls of one
-signature. Later calls replay the plan of their signature.
+signature. Later calls replay the plan of their signature. Images are compared with those of the WebUI alone: no pixel
+differs by more than 1 of 255.
 
 For A1111, the Forge family and reForge. On a CPU, tests/webui/extensions/onediff-graphs must be linked into the
 extensions folder of the WebUI at --webui; the cases of other extensions need onediff-neighbours as well.

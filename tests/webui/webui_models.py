@@ -105,8 +105,8 @@ class Models:
 def asked(path: str, field: str, within: str | None = None) -> Callable[[WebUI], list[str]]:
     """A function that returns the names in one of a WebUI's lists; [] if the WebUI has no such list.
 
-    path: of the request. field: the name's field in each item. within: the field of the answer that has the list; None:
-    the answer is the list.
+    path: the path of the request. field: the name's field in each item. within: the field of the answer that has the
+    list; None: the answer is the list.
     """
 
     def names(webui: WebUI) -> list[str]:

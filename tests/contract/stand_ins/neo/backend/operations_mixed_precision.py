@@ -32,8 +32,8 @@ def mixed_precision_ops(disabled: Collection[str] = (), dimensions: int = 3) -> 
             bias_function: Any = ()
 
             def read(self, quant_format: str, **options: Any) -> None:
-                """Quantize the weight, as if it had been read from a file in this format. options: of the layout's
-                quantize()."""
+                """Quantize the weight, as if it had been read from a file in this format. options: arguments of the
+                layout's quantize()."""
                 self.quant_format = quant_format
                 self.layout_type = FORMATS[quant_format][0]
                 self._full_precision_mm = quant_format in disabled
