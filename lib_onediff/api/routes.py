@@ -35,7 +35,9 @@ SOURCE = "API"
 MOST_PENDING = 500
 FULL = f"At most {MOST_PENDING} sizes may wait in the queue, so none of these was added; try again when it is shorter."
 NOT_KNOWN = "OneDiff cannot tell whether this process is ready: see the WebUI's console."
-NO_RESOLUTION = f"OneDiff does not know this resolution; GET {PREFIX}/shapes lists all."
+NO_RESOLUTION = (
+    f"OneDiff has no such resolution or model in its list, so nothing was changed; GET {PREFIX}/shapes has the list."
+)
 WHAT_TO_PURGE = (
     'Say what to purge: one of {"resolutions": ["512x512"]} (with a "model", or of all), {"model": "SD1"}, '
     '{"disk": true} and {"all": true}.'

@@ -127,7 +127,10 @@ def check_tokens(tokens: int) -> None:
     """Raise ValueError, with a sentence for users, unless a context may have this many tokens: 77, 154 or 231."""
     if tokens < TOKENS or tokens % TOKENS or tokens > TOKEN_CHOICES[-1]:
         *choices, last = map(str, TOKEN_CHOICES)
-        raise ValueError(f"A prompt takes {', '.join(choices)} or {last} tokens, not {tokens}.")
+        raise ValueError(
+            f"tokens must be {', '.join(choices)} or {last} ({TOKENS} for each begun {TOKENS - 2} tokens of the "
+            f"prompt), not {tokens}; no size was queued."
+        )
 
 
 def rows_with_jobs(rows: Iterable[ResolutionRow], jobs: Iterable[SizeJob], model: str | None) -> list[ResolutionRow]:

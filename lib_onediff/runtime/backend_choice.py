@@ -38,7 +38,10 @@ NO_ROOM = "there is not enough GPU memory for the 8-bit weights, or to measure t
 NONE_IN_MAIN_MEMORY = "Low-bit only has no effect: the whole model is on the GPU, and no part of it in main memory"
 CHANGES_AT_EACH_CALL = "Low-bit is inactive: the WebUI changes the model's weights on the fly, perhaps at each step"
 TOO_LATE = "Low-bit's error on this checkpoint is not measured yet, and cannot be in the last steps of an image"
-NOT_FINITE = "Low-bit's error cannot be measured here: the exact output has NaN or infinite values"
+NOT_FINITE = (
+    "Low-bit is inactive in this step: the exact output, with which it is compared, has NaN or infinite values; if the "
+    "image is black, start the WebUI with --no-half"
+)
 
 
 Result = TypeVar("Result")
@@ -313,7 +316,10 @@ class LowBitRoute:
                 low_bit.tuning_cache.set(name, choice.found)
         network.low_bit_choice = choice
         if choice is not before and str(choice) != str(before):
-            log.info("Errors of Low-bit's layers with this %s checkpoint: %s.", choice.model, choice)
+            log.info(
+                "Low-bit: how much each group of layers in 8 bits changes a step of this %s checkpoint: %s.",
+                choice.model, choice,
+            )
         return choice.left_out
 
     def _measured(self, network: Network, lossy: Lossy, call: Call, choice: Choice, half: int) -> Choice:

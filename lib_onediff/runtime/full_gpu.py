@@ -17,7 +17,9 @@ from .services import Services
 log = logging.getLogger("onediff")
 # Reasons, for users: of a call that ran out of memory when the host has then made room, and of a call that is not
 # tried.
-WEIGHTS_MOVED = f"{OUT_OF_MEMORY}, and the WebUI has moved some weights off the GPU"
+WEIGHTS_MOVED = (
+    f"{OUT_OF_MEMORY}, and the WebUI has moved weights to main memory, so that OneDiff can compute the next steps"
+)
 NO_ROOM_YET = "the GPU memory was full at this size in this image: OneDiff tries again when more is free"
 
 

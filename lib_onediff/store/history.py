@@ -128,6 +128,12 @@ class History:
         return None if store is None else store.trouble
 
     @property
+    def saves(self) -> bool:
+        """Whether findings could be written to the cache folder the last time; True too if no folder is open."""
+        store = self._store
+        return store is None or store.saves
+
+    @property
     def folder(self) -> Path | None:
         """The cache folder; None before open() and after close()."""
         store = self._store

@@ -100,6 +100,12 @@ class Store:
         return self._damage or None
 
     @property
+    def saves(self) -> bool:
+        """Whether the last commit() succeeded, or there was none. After damage it is True again: a new file is in use,
+        although `trouble` still tells of the old one."""
+        return not self._cause
+
+    @property
     def path(self) -> Path:
         """The file in use: the one with the highest number in the folder, or with the number after a damaged one's. It
         may not exist yet."""

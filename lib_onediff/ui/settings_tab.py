@@ -33,6 +33,11 @@ from .presets import PRESETS
 
 # The section's name in the WebUI, and its title on the page.
 SECTION = ("onediff", "OneDiff")
+# The end of a warning that OneDiff's files cannot be written.
+OTHER_FOLDER = (
+    " To use another folder, set the environment variable ONEDIFF_CACHE before you start the WebUI. Images stay the "
+    "same."
+)
 # An option whose range has more steps than this gets a number field, because a slider could not reach each value.
 MOST_STEPS_OF_A_SLIDER = 1000
 log = logging.getLogger("onediff")
@@ -180,12 +185,10 @@ def why_useless(option: Field[Any]) -> str:
 
 
 def tell_of_trouble() -> None:
-    """Warn in the log if the cache folder cannot be used. Called once at the start, so that the user can act before
-    something is lost."""
+    """Warn in the log if the cache folder cannot be used, or a file in it was damaged. Called once at the start, so
+    that the user can act before something is lost. After damage, nothing is to be done: a new file is in use."""
     if runtime.history.trouble:
-        log.warning(
-            "%s Set the environment variable ONEDIFF_CACHE to a folder that can be written.", runtime.history.trouble,
-        )
+        log.warning("%s%s", runtime.history.trouble, "" if runtime.history.saves else OTHER_FOLDER)
 
 
 def tell(text: str) -> None:

@@ -6,6 +6,7 @@ these. OnTheFly finds out whether the host still applies the same, and makes the
 """
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -297,9 +298,9 @@ class AppliedFunctions:
         written_over = sum(tensor.nbytes for tensor in self._before.values())
         if needed > left + written_over:
             raise Refusal(
-                f"the WebUI changes the model's weights at each step (LoRA?), and copies of the changed ones need "
-                f"{needed / MEBIBYTE:.0f} MiB: the setting 'Graph memory in MiB' has only "
-                f"{max(0, left) / MEBIBYTE:.0f} MiB left"
+                "a LoRA or an extension changes weights on the fly, and OneDiff's copies of them need "
+                f"{math.ceil(needed / MEBIBYTE)} MiB, but only {max(0, left + written_over) // MEBIBYTE} MiB are free "
+                "for them: raise 'Graph memory in MiB', free VRAM, or let the WebUI merge the LoRA"
             )
 
     def _fit_updates(self, name: str, group: Mapping[str, WeightFunctions], weights: Weights) -> None:

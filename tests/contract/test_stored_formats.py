@@ -454,8 +454,10 @@ UNKNOWN = {
     "another package": (
         "INT8", of_another_package, "somebodys.tensors.QuantizedTensor, which OneDiff does not support"
     ),
-    "no scale": ("INT8", lambda host, layer: with_params(layer, scale=None), "TensorWiseINT8Layout has no scale"),
-    "no scales of blocks": ("NVFP4", lambda host, layer: with_params(layer, block_scale=None), "has no scale"),
+    "no scale": ("INT8", lambda host, layer: with_params(layer, scale=None), "a weight in INT8 lacks its scale"),
+    "no scales of blocks": (
+        "NVFP4", lambda host, layer: with_params(layer, block_scale=None), "a weight in NVFP4 lacks its scale"
+    ),
     "three scales": (
         "INT8", lambda host, layer: with_params(layer, scale=torch.ones(3, 1)), "INT8 has 3 scales for 64 rows"
     ),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 
+import pytest
 from builders import SMALL_XL, a_call
 from graph_builders import MEBIBYTE, PretendedGraphs
 from grid import WHOLE
@@ -107,6 +109,20 @@ def test_a_graph_larger_than_the_budget_is_never_captured(unet: nn.Module, prete
         assert served_by() == ("native", "plain")
     assert "'Graph memory in MiB' allows 1" in reason() and reason() == entry("64x64").no_graph
     assert pretended.captured == [] and runtime.totals().budget == MEBIBYTE
+
+
+def test_the_reason_names_all_memory_of_onediff_if_that_exceeds_the_budget(
+    unet: nn.Module, pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graph alone fits, but not beside copies of weights (64 MiB here), which count too."""
+    held = runtime.services.holdings
+    monkeypatch.setattr(held, "applied_bytes", lambda device: 64 * MEBIBYTE if pretended.captured else 0)
+    set_budget(128)
+    for _ in range(4):
+        error(unet, a_call(unet))
+    assert pretended.captured and entry("64x64").needs < 128 * MEBIBYTE
+    needed = re.search(r"OneDiff needs (\d+) MiB, but the setting 'Graph memory in MiB' allows 128", reason())
+    assert needed is not None and int(needed[1]) > 128
 
 
 def test_when_the_budget_is_full_graphs_of_other_architectures_are_dropped_first(

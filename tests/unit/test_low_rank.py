@@ -14,6 +14,7 @@ from torch import Tensor
 from lib_onediff.core.layer_weights import LayerWeights, LowRank
 from lib_onediff.core.leaves import Convolution
 from lib_onediff.core.operators import Operators, Residual
+from lib_onediff.core.refusal import Refusal
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.hosts.forge.weight_functions import low_rank_update
 from lib_onediff.weights.on_the_fly import AppliedFunctions
@@ -157,6 +158,19 @@ def test_loras_of_layers_with_one_input_add_up_in_each_layer_and_in_the_fused_la
     steps = {second - first for first, second in zip(addresses, addresses[1:], strict=False)}
     if len(set(ranks)) == 1:
         assert steps == {joint.ups[0][1].nbytes}, "a kernel reads all ups as they lie"
+
+
+def test_the_reason_for_too_little_memory_names_the_two_amounts_that_were_compared() -> None:
+    """Copies of weights that functions change need 3 MiB. Free are 1 MiB, and 1 MiB of older copies that are written
+    over."""
+    sizes = {"one": 256, "two": 512}
+    weights = {name: LayerWeights(torch.zeros(size, 1024, device=DEVICE), None) for name, size in sizes.items()}
+    changed = WeightFunctions(weight=lambda weight: weight + 1)
+    before = AppliedFunctions(torch.float32, DEVICE)
+    before.fit({"one": changed}, weights, {"one": ["one"]}, lambda: 1 << 20)
+    again = AppliedFunctions(torch.float32, DEVICE, before=before)
+    with pytest.raises(Refusal, match="need 3 MiB, but only 2 MiB are free"):
+        again.fit(dict.fromkeys(weights, changed), weights, {name: [name] for name in weights}, lambda: 1 << 20)
 
 
 WEIGHT = torch.zeros(8, 6, 3, 3)

@@ -17,7 +17,13 @@ import lib_onediff
 from lib_onediff.core.call import half_of
 from lib_onediff.core.sampling import FEW_STEP_MODEL, FEW_STEPS, UNANNOUNCED, UNKNOWN_SAMPLER, Step
 from lib_onediff.hosts.diffusers.module_forward import arguments_by_name
-from lib_onediff.hosts.diffusers.unet import NO_GUIDANCE, NO_PIPELINE, DiffusersForward, arguments_of_prompt
+from lib_onediff.hosts.diffusers.unet import (
+    NO_GUIDANCE,
+    NO_PIPELINE,
+    UNKNOWN_HALVES,
+    DiffusersForward,
+    arguments_of_prompt,
+)
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.steps.registry import step_policies
 
@@ -129,10 +135,7 @@ def test_in_a_pipeline_of_an_unknown_class_the_negative_prompt_is_computed() -> 
     pipe.__class__ = OwnPipeline
     lib_onediff.compile_pipe(pipe, ignores=("vae",), skip_negative_after=50)
     generate(pipe)
-    assert skipped()[1] == (
-        "Skipping the negative prompt is inactive: OneDiff does not know in which order OwnPipeline computes prompt "
-        "and negative prompt"
-    )
+    assert skipped()[1] == f"Skipping the negative prompt is inactive: {UNKNOWN_HALVES}"
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["module", "torch.compile"])

@@ -12,6 +12,8 @@ import pytest
 pytest.importorskip("gradio")
 
 
+from store_builders import FILE
+
 from lib_onediff.core.settings import Settings, host_key
 from lib_onediff.demo.modules.shared import OptionInfo, Options
 from lib_onediff.runtime.runtime import runtime
@@ -100,7 +102,19 @@ def test_a_cache_folder_that_cannot_be_written_is_logged_at_the_start(
     settings_tab.tell_of_trouble()
     (record,) = caplog.records
     assert "is forgotten when this WebUI is closed" in record.message
-    assert record.message.endswith("Set the environment variable ONEDIFF_CACHE to a folder that can be written.")
+    assert record.message.endswith(settings_tab.OTHER_FOLDER)
+
+
+def test_after_a_damaged_file_the_log_names_it_and_advises_no_other_folder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A new file in the same folder is in use, so nothing is to be done."""
+    (tmp_path / FILE).write_bytes(b"no database" * 1000)
+    runtime.history.open(tmp_path)
+    assert runtime.history.saves
+    settings_tab.tell_of_trouble()
+    (record,) = caplog.records
+    assert "was damaged" in record.message and "ONEDIFF_CACHE" not in record.message
 
 
 @pytest.mark.parametrize("key, value, part", [

@@ -113,6 +113,17 @@ def write_over_tokenizer(folder: Path) -> None:
         file.write_text("{", encoding="utf-8")
 
 
+def write_over_words(model: dict[str, Any]) -> Callable[[Path], object]:
+    """A function that replaces a model's tokenizer by one in a single file, whose vocabulary and merges are these."""
+
+    def write_over(folder: Path) -> None:
+        for file in (folder / "tokenizer").iterdir():
+            file.unlink()
+        (folder / "tokenizer" / "tokenizer.json").write_text(json.dumps({"model": model}), encoding="utf-8")
+
+    return write_over
+
+
 SCHEDULER = ("scheduler", "scheduler_config.json")
 CONFIG = ("text_encoder", "config.json")
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -127,6 +138,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a file cut off": (lambda folder: cut_off(folder / UNET_WEIGHTS), "diffusion_pytorch_model.safetensors"),
     "a broken tokenizer": (write_over_tokenizer, "in tokenizer cannot be read"),
+    "a tokenizer without a vocabulary": (
+        write_over_words({"merges": []}),
+        "The tokenizer in tokenizer is damaged: its vocabulary is missing, is empty or has more than",
+    ),
+    "a tokenizer with an empty vocabulary": (
+        write_over_words({"vocab": {}, "merges": []}), "its vocabulary is missing, is empty or has more than",
+    ),
     "no tokenizer": (lambda folder: [file.unlink() for file in (folder / "tokenizer").iterdir()], "vocab.json"),
     "another class for a scheduler": (
         write(*SCHEDULER, text='{"_class_name": "UNet2DConditionModel"}'), "does not support the model's scheduler",

@@ -223,11 +223,13 @@ def test_a_vae_with_nan_weights_gives_the_image_of_the_host_and_a_message(
     assert not [name for name in runtime.history.tuned() if name.startswith("VAE")], "no verdict on float16"
 
 
-def test_a_latent_with_nan_is_not_decoded_again_and_the_message_names_the_unet_as_the_cause(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("half", ["decoder", "encoder"])
+def test_a_latent_or_an_image_with_nan_is_not_computed_again_and_the_message_names_the_input_as_the_cause(
+    half: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No wider dtype would help. OneDiff decodes once, and the host once more: the image is the host's."""
-    decoder = diffusers_vae().decoder.half()
+    """No wider dtype would help. OneDiff computes once, and the host once more: the result is the host's. The input of
+    the encoder is no latent, and does not come from the UNet."""
+    decoder = getattr(diffusers_vae(), half).half()
     latent = a_latent(decoder)
     latent[0, 0, 2, 2] = float("nan")
     types = count_decodes(monkeypatch)
@@ -236,8 +238,8 @@ def test_a_latent_with_nan_is_not_decoded_again_and_the_message_names_the_unet_a
         decode(host, latent)
     assert types == [torch.float16] and host.calls == 1
     route, reason = last_decode()
-    assert route == "host" and "they come from the UNet" in reason and "VAE's encoder" in reason
-    assert len(caplog.messages) == 1 and "they come from the UNet" in caplog.messages[0]
+    assert route == "host" and "the VAE's input has NaN" in reason and "--no-half" in reason
+    assert len(caplog.messages) == 1 and "the VAE's input has NaN" in caplog.messages[0]
 
 
 CLOSE = {"fp16": 1e-2, "bf16": 6e-2, "fp32": 1e-2}

@@ -62,8 +62,8 @@ class LoraReader:
             layer: Any = layers[index]
             if layer._disable_adapters and layer.merged_adapters:
                 raise Refusal(
-                    "a LoRA is fused into the weights (fuse_lora) and also disabled, so peft changes the weights "
-                    "during the call: call pipe.unfuse_lora()"
+                    "a LoRA is merged into the weights (fuse_lora) but switched off, so peft takes it out during this "
+                    "call: call pipe.unfuse_lora() before"
                 )
             factors = active_factors(layer)
             if factors:
@@ -175,7 +175,10 @@ def refuse_unsupported(layer: Any) -> None:
         is_narrow = torch.finfo(one.dtype).eps > torch.finfo(within.weight.dtype).eps
         is_odd = up.bias is not None and (within.bias is None or is_narrow)
         if not fits or down.bias is not None or is_odd:
-            raise Refusal(f"the LoRA {name} has a form that OneDiff does not support")
+            raise Refusal(
+                f"OneDiff cannot add the LoRA {name}, because its shapes or biases are unusual: merge it "
+                "(pipe.fuse_lora())"
+            )
 
 
 def casts_inputs(layer: Any) -> bool:

@@ -160,7 +160,7 @@ def additions_of(
             adapters = {path: one for path, one in processors.items() if type(one) in kinds}
             prompts = image_prompts(adapters, latent, tokens)
     except Refusal as reason:
-        log.debug("diffusers' IP-Adapter processors run as they are: %s", reason)
+        log.debug("diffusers computes the IP-Adapters itself, which is slower: %s", reason)
     patches = UNetPatches(unet, processors.values(), tokens, arguments, kinds if prompts else ())
     return Additions(patches if patches.structure else None, prompts)
 
@@ -202,7 +202,7 @@ def image_prompt(processors: dict[str, Any], latent: Tensor, index: int, tokens:
         values = one.to_v_ip[index]
         scale = one.scale[index]
         if not isinstance(scale, (int, float)):
-            raise Refusal(f"an IP-Adapter's scale is {scale!r} instead of a number")
+            raise Refusal(f"an IP-Adapter has the scale {scale!r} in a layer; only a single number is fast")
         if type(keys) is not nn.Linear or type(values) is not nn.Linear:
             raise Refusal(f"OneDiff does not support this kind of IP-Adapter: its layer {path} is not a linear layer")
         if scale != 0:

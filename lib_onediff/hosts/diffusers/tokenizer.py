@@ -51,7 +51,7 @@ def load_tokenizer(folder: Path, kind: Any) -> Any:
             raise
         except BaseException as error:
             # A panic of the Rust library is a BaseException.
-            raise Refusal(readable(f"The files in {folder.name} are not those of a tokenizer ({error}).")) from None
+            raise damaged(folder, f"transformers cannot read its files ({error})") from None
     made.name_or_path = str(folder)
     return made
 
@@ -113,8 +113,14 @@ def read_words(folder: Path) -> tuple[dict[str, int], list[str], dict[str, Any]]
             if isinstance(token, dict):
                 added[str(token.get("id"))] = token
     else:
-        raise Refusal(f"vocab.json or merges.txt is missing in {folder.name}.")
+        raise damaged(folder, "vocab.json or merges.txt is missing")
     return checked_words(words, folder), checked_merges(merges, words, folder), added
+
+
+def damaged(folder: Path, what: str) -> Refusal:
+    """A Refusal of a model because of its tokenizer, which is in this folder. what: what is wrong with the tokenizer,
+    without a period; may contain text from its files."""
+    return Refusal(readable(f"The tokenizer in {folder.name} is damaged: {what}. Copy the model folder again."))
 
 
 def checked_words(words: Any, folder: Path) -> dict[str, int]:
@@ -122,10 +128,10 @@ def checked_words(words: Any, folder: Path) -> dict[str, int]:
     words that are not too long, in which each word has a valid number (is_number) of its own. words: from a file, so of
     any type. folder: for the message."""
     if not isinstance(words, dict) or not 0 < len(words) <= MOST_WORDS:
-        raise Refusal(f"The vocabulary in {folder.name} is empty, or has more than {MOST_WORDS} words.")
+        raise damaged(folder, f"its vocabulary is missing, is empty or has more than {MOST_WORDS} words")
     numbers = {number for number in words.values() if is_number(number)}
     if len(numbers) != len(words) or any(len(word) > LONGEST_WORD for word in words):
-        raise Refusal(f"The vocabulary in {folder.name} has invalid numbers or words.")
+        raise damaged(folder, "its vocabulary has invalid numbers or words")
     return words
 
 
@@ -139,9 +145,9 @@ def checked_merges(merges: Any, words: dict[str, int], folder: Path) -> list[str
     for merge in merges if isinstance(merges, list) and len(merges) <= MOST_WORDS else [None]:
         pair = merge.split(" ") if isinstance(merge, str) else merge
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(one, str) for one in pair):
-            raise Refusal(f"The tokenizer in {folder.name} is damaged: its merges are not pairs of words.")
+            raise damaged(folder, "its merges are not pairs of words")
         if not all(one in words for one in (*pair, "".join(pair))):
-            raise Refusal(readable(f"The merges in {folder.name} have words that are not in the vocabulary ({pair})."))
+            raise damaged(folder, f"its merges have words that are not in the vocabulary ({pair})")
         found.append(" ".join(pair))
     return found
 
@@ -159,7 +165,7 @@ def added_tokens(given: dict[str, Any], folder: Path) -> dict[str, Any]:
     given: by number, each a text or a dictionary. folder: for the message.
     """
     if len(given) > MOST_WORDS or not all(str(number).isdecimal() and is_number(int(number)) for number in given):
-        raise Refusal(f"The tokens that were added to the vocabulary in {folder.name} have invalid numbers.")
+        raise damaged(folder, "tokens that were added to its vocabulary have invalid numbers")
     found = {}
     for number, token in given.items():
         plain = token_of(token, folder)
@@ -176,10 +182,7 @@ def token_of(token: Any, folder: Path) -> Any:
     """
     content = token.get("content") if isinstance(token, dict) else token
     if not isinstance(content, str) or not 0 < len(content) <= LONGEST_WORD:
-        raise Refusal(
-            f"The tokenizer in {folder.name} is damaged: it has a token that is empty, or longer than {LONGEST_WORD} "
-            "letters."
-        )
+        raise damaged(folder, f"it has a token that is empty, or longer than {LONGEST_WORD} letters")
     if not isinstance(token, dict):
         return content
     flags = {name: token[name] for name in FLAGS if isinstance(token.get(name), bool)}

@@ -52,8 +52,17 @@ TWO_HALVES = frozenset({
     "StableDiffusionXLControlNetImg2ImgPipeline", "StableDiffusionXLControlNetInpaintPipeline",
     "StableDiffusionAdapterPipeline", "StableDiffusionXLAdapterPipeline",
 })
+# The reason, for programmers, why a network is left as it is.
+NOT_SERVED = (
+    "its UNet or transformer is none of diffusers' own classes that OneDiff supports (a class derived from these is "
+    "not supported either)"
+)
 # Reasons why the rows of a call's prompt are unknown, for users.
 NO_PIPELINE = "the UNet was compiled without its pipeline (use compile_pipe instead of compile_unet)"
+UNKNOWN_HALVES = (
+    "OneDiff does not know this kind of pipeline, so it cannot tell the prompt's half of a step from the negative "
+    "prompt's"
+)
 NO_GUIDANCE = "the pipeline computes no negative prompt (its guidance scale is 1 or less)"
 ODD_BATCH = "the call does not have one latent for the prompt and one for the negative prompt of each image"
 # Arguments that are the same for all rows of a call.
@@ -284,7 +293,7 @@ def attach(unet: nn.Module, settings: Settings | None = None) -> None:
     """
     if not is_served(unet):
         kind = type(unet)
-        raise Refusal(f"OneDiff does not support networks of the class {kind.__module__}.{kind.__qualname__}")
+        raise Refusal(f"{NOT_SERVED} ({kind.__module__}.{kind.__qualname__})")
     replace_forward(unet, DiffusersForward, "this UNet's")
     runtime.adopt(unet, settings, HostTraits(
         functions=attached(unet).loras, inert=lambda unet, module: only_moves(module)
@@ -378,7 +387,7 @@ def rows_of_prompt(pipe: Any, latent: Tensor) -> slice:
         raise Refusal(NO_PIPELINE)
     kind = type(pipe)
     if kind.__name__ not in TWO_HALVES or kind.__module__.partition(".")[0] != "diffusers":
-        raise Refusal(f"OneDiff does not know in which order {kind.__name__} computes prompt and negative prompt")
+        raise Refusal(UNKNOWN_HALVES)
     # A pipeline has this attribute from its first image on.
     if not hasattr(pipe, "_guidance_scale") or not getattr(pipe, "do_classifier_free_guidance", False):
         raise Refusal(NO_GUIDANCE)

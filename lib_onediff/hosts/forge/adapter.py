@@ -285,7 +285,7 @@ class Forge(WebUI):
         the host calls it."""
         function = self.vae_attention(decoder)
         if origin(function) not in (self._networks[0].attention.functions, self.vae_module):
-            raise Refusal(f"the attention of the WebUI's VAE was replaced by {author(function)}")
+            raise Refusal(f"another extension has replaced the VAE's attention ({author(function)})")
 
     # --- notes, pre-warming ---------------------------------------------------------------------------------------
 

@@ -259,16 +259,20 @@ def quantized_weight(layer: nn.Module, weight: Any, rounds_to_float8: bool) -> S
     if getattr(params, "transposed", False):
         raise Refusal(f"the weights are stored as {layout} and transposed, {UNSUPPORTED}")
     scales = tuple(getattr(params, name) for name in names)
-    if not all(isinstance(scale, Tensor) for scale in scales):
-        raise Refusal(f"the checkpoint file seems damaged: a weight stored as {layout} has no scale")
     values: Tensor = weight._qdata
     name, kind, rotation = described(layout, values.dtype, params)
+    if not all(isinstance(scale, Tensor) for scale in scales):
+        raise Refusal(
+            f"the checkpoint file seems damaged: a weight in {name} lacks its scale (the factor that decodes it), so "
+            "the WebUI's image may be wrong too; download the file again"
+        )
     if kind == FP8 and (layer.__dict__.get(DECODES_FIRST) or not rounds_to_float8):
         kind = None
     shape = tuple(params.orig_shape)
     if kind is not None and scales[0].numel() not in (1, shape[0]):
         raise Refusal(
-            f"the checkpoint file seems damaged: a layer in {name} has {scales[0].numel()} scales for {shape[0]} rows"
+            f"the checkpoint file seems damaged: a layer in {name} has {scales[0].numel()} scales for {shape[0]} rows, "
+            "so the WebUI's image may be wrong too; download the file again"
         )
     format = Format(name, (layout, *plain_fields(params)), kind, rotation, is_by_rows=layout not in NAMES)
     return StoredWeight(format, shape, values, scales, decoder(weight.layout_cls, params, names), values)

@@ -62,11 +62,11 @@ def fits(size: int, allowed: int) -> bool:
 
 
 def too_large(needed: int, allowed: int) -> str:
-    """Why a graph cannot be made within the budget, in one line for the user. needed: the bytes of a pool for this
-    graph. allowed: the budget in bytes."""
+    """Why a graph cannot be made within the budget, in one line for the user. needed: the bytes that OneDiff takes on
+    the GPU with this graph. allowed: the budget in bytes."""
     return (
-        f"its graph needs {-(-needed // MEBIBYTE)} MiB, and the setting 'Graph memory in MiB' allows "
-        f"{allowed // MEBIBYTE}"
+        f"with a CUDA graph of this size, OneDiff needs {-(-needed // MEBIBYTE)} MiB, but the setting 'Graph memory in "
+        f"MiB' allows {allowed // MEBIBYTE}: raise it"
     )
 
 

@@ -30,7 +30,10 @@ Result = TypeVar("Result")
 # Reasons, for users, why a shape has no graph: for now (Entry.waits), for good (Entry.no_graph), and for now.
 CARD_IS_FULL = "the GPU's memory is nearly full: this size gets its CUDA graph once there is room"
 NO_ROOM_BESIDE = "the setting 'Graph memory in MiB' is too small for graphs with functions of other extensions"
-PINNED_TAKE_IT = "pinned resolutions of another model use all of the setting 'Graph memory in MiB'"
+PINNED_TAKE_IT = (
+    "pinned sizes of another model, or copies of weights, take up 'Graph memory in MiB': raise it, or unpin sizes "
+    "(OneDiff tab, Cache)"
+)
 # The peak of a VAE decoder's tensors, in values for each pixel of the image: a few feature maps of 256 channels at a
 # time around its norms and convolutions.
 VALUES_PER_DECODED_PIXEL = 1024
@@ -101,11 +104,12 @@ class GraphCache:
             entry.no_graph = NO_ROOM_BESIDE
             return lacking
         self._make(network, entry, call)
-        if not fits(self._holdings.held(device), allowed):
+        taken = self._holdings.held(device)
+        if not fits(taken, allowed):
             needed = self._holdings.held_by(pool)
             self._drop({entry.key})
             entry.needs = needed
-            entry.no_graph = too_large(needed, allowed)
+            entry.no_graph = too_large(taken, allowed)
         return lacking
 
     def _why_wait(self, entry: Entry, allowed: int) -> tuple[str, int]:

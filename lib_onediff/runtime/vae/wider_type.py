@@ -23,10 +23,10 @@ SLOW_ON_CPU = frozenset({"fp16"})
 WIDEST = torch.float32
 # Completes "its image is ..." in messages; also the value in the tuning cache of weights that overflow.
 NOT_FINITE = "not finite"
-# The reason of a refusal. It names two causes, because the latent does not show which of them it was.
-BAD_LATENT = (
-    "the latent has NaN or infinite values already: they come from the UNet, or from the VAE's encoder if an image was "
-    "encoded before"
+# The reason of a refusal, of a decode or an encode.
+BAD_INPUT = (
+    "the VAE's input has NaN or infinite values already, so no VAE precision helps; if the image is black without "
+    "OneDiff too, start the WebUI with --no-half"
 )
 
 
@@ -61,7 +61,7 @@ class WiderType:
             return self._checked(made)
         # Free its memory for the next decode.
         del made
-        self._refuse_bad_latent()
+        self._refuse_bad_input()
         if self.wanted == WIDEST:
             raise NoTypeHelps(f"its image is {NOT_FINITE} in {short_name(WIDEST)}")
         wider = self._wider(f"{self._done} again", overflows)
@@ -74,7 +74,7 @@ class WiderType:
     def repeat(self) -> Decoded:
         """Our image in a wider dtype, uncompared. Called when the host's own image was not finite; logs that, and
         remembers nothing. Raises NoTypeHelps if our image is not finite either, or the latent is not."""
-        self._refuse_bad_latent()
+        self._refuse_bad_input()
         made = self._wider(f"{self._done} again", f"the VAE's own image is {NOT_FINITE}")
         log.warning("VAE: %s.", made.reason)
         return made
@@ -108,7 +108,7 @@ class WiderType:
             made = tried.given()
         name = short_name(made.entry.key.dtype)
         if not made.is_finite:
-            self._refuse_bad_latent()
+            self._refuse_bad_input()
             raise NoTypeHelps(f"{why}, and its image in {name} is {NOT_FINITE} too")
         return made._replace(reason=f"{done} in {name}, because {why}")
 
@@ -142,7 +142,8 @@ class WiderType:
         _is_known."""
         self.decode.services.tuning_cache.set(self._name, NOT_FINITE)
 
-    def _refuse_bad_latent(self) -> None:
-        """Raise NoTypeHelps if the latent itself is not finite, so that no dtype gives a finite image."""
+    def _refuse_bad_input(self) -> None:
+        """Raise NoTypeHelps if the latent itself (in an encode, the image) is not finite, so that no dtype gives a
+        finite result."""
         if not is_finite(self.decode.host.latent):
-            raise NoTypeHelps(BAD_LATENT)
+            raise NoTypeHelps(BAD_INPUT)

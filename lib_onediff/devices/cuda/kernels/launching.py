@@ -130,8 +130,8 @@ def aligned(number: int, name: str) -> int:
     read wrong memory. name: the kernel's name in the message."""
     if number % ALIGNED:
         raise Refusal(
-            f"OneDiff's kernel {name} needs sizes and addresses (in bytes) that are multiples of {ALIGNED}, and one is "
-            f"{number}"
+            f"OneDiff's fastest way cannot be used: its kernel {name} needs addresses and sizes that are multiples of "
+            f"{ALIGNED}, not {number}. The image is right, only slower"
         )
     return number
 
