@@ -33,7 +33,10 @@ ModelName = constr(strict=True, min_length=1, max_length=LONGEST_NAME)
 SizesText = constr(strict=True, min_length=1, max_length=LONGEST_SIZES)
 Whole = conint(strict=True, ge=1, le=LARGEST_NUMBER)
 Seconds = conint(strict=True, ge=1, le=MOST_SECONDS_TO_WAIT)
-WAIT = f"How many seconds to wait for an image in progress, 1 to {MOST_SECONDS_TO_WAIT}; after them the answer is 409."
+WAIT = (
+    f"How many seconds to wait for an image in progress, 1 to {MOST_SECONDS_TO_WAIT}; after them, nothing is done, "
+    "and the answer is 409."
+)
 # pydantic 2 adds these to the path of an error if a field has several types.
 KINDS = ("constrained-", "list[", "str", "nullable[")
 NO_TEXT = "The request body is not usable: it is no UTF-8 text."
@@ -48,17 +51,21 @@ class PrewarmBody(Body):
     """The sizes to pre-warm: their graphs are made before an image needs them."""
 
     sizes: SizesText = Field(..., description='Such as "1024x1024, 832x1216 x2"; x2: two images at once.')
-    tokens: Whole = Field(TOKENS, description=f"The length of prompts, one of {TOKEN_CHOICES}: 77 for each begun 75.")
-    order: Literal["first", "last"] = Field("last", description="Before or after the sizes that already wait.")
+    tokens: Whole = Field(
+        TOKENS, description=f"The length of prompts, one of {TOKEN_CHOICES}: 77 for each begun 75 tokens."
+    )
+    order: Literal["first", "last"] = Field(
+        "last", description="first: before the sizes that already wait; last: after them."
+    )
 
 
 class PurgeBody(Body):
     """What to purge, exactly one of: resolutions (of all models, or of one), a model, the disk, or all."""
 
     resolutions: list[Resolution] | None = Field(None, description='Such as ["512x512"], as GET shapes names them.')
-    model: ModelName | None = Field(None, description="As GET shapes names it; without resolutions: all of them.")
-    disk: StrictBool = Field(False, description="Everything on the disk; graphs in memory stay.")
-    all: StrictBool = Field(False, description="Every resolution of every model, and the disk.")
+    model: ModelName | None = Field(None, description="As GET shapes names it; alone: all its resolutions.")
+    disk: StrictBool = Field(False, description="Everything on the disk but pins; graphs in memory stay.")
+    all: StrictBool = Field(False, description="Every resolution of every model, and the disk (but pins).")
     wait: Seconds = Field(default=SECONDS_TO_WAIT, description=WAIT)
 
 

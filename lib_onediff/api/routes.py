@@ -39,8 +39,8 @@ NO_RESOLUTION = (
     f"OneDiff has no such resolution or model in its list, so nothing was changed; GET {PREFIX}/shapes has the list."
 )
 WHAT_TO_PURGE = (
-    'Say what to purge: one of {"resolutions": ["512x512"]} (with a "model", or of all), {"model": "SD1"}, '
-    '{"disk": true} and {"all": true}.'
+    'Nothing was purged. Give one of: {"resolutions": ["512x512"]} (add "model" for one model only), {"model": "SD1"}, '
+    '{"disk": true}, {"all": true}.'
 )
 PROBLEMS = {401: "Not logged in.", 403: "Sent by a page of another site.", 422: "The request is not usable."}
 FIELDS_OF_A_JOB = (
@@ -65,8 +65,8 @@ def add_routes(
     routes = Routes(runtime, warmup, queue, exclusively, status)
     checked = protection(app, cmd_opts)
     busy = {409: "An image is being made."}
-    unknown = {404: "Not known."}
-    full = {507: "Done, but the disk does not keep it."}
+    unknown = {404: "OneDiff has no such job, resolution or model."}
+    full = {507: "Done, but it could not be written to the disk."}
     methods: dict[str, list[str]] = {}
 
     def add(path: str, route: Callable[..., Response], problems: Mapping[int, str] = PROBLEMS, **more: Any) -> None:
@@ -78,16 +78,18 @@ def add_routes(
             responses=described, **more,
         )
 
-    add("/status", routes.status, {503: "Not ready, where probe asks."}, summary="What runs, and why")
+    add("/status", routes.status, {503: "Not ready (only with probe=true)."},
+        summary="How the last step was computed, and why")
     add("/shapes", routes.shapes, summary="Every resolution and its state")
     add("/prewarm", routes.prewarm, {409: "OneDiff is off.", 429: "The queue is full."}, methods=["POST"],
-        status_code=202, summary="Make sizes ready")
-    add("/jobs", routes.jobs, summary="What runs and waits")
-    add("/jobs", routes.clear, methods=["DELETE"], summary="Forget the jobs that are over")
+        status_code=202, summary="Pre-warm sizes")
+    add("/jobs", routes.jobs, summary="Jobs that run, wait or have ended")
+    add("/jobs", routes.clear, methods=["DELETE"], summary="Remove ended jobs from the list")
     add("/jobs/{id}", routes.job, unknown, summary="One job")
-    add("/jobs/{id}", routes.cancel, {**unknown, 409: "The job is over."}, methods=["DELETE"], summary="Cancel a job")
-    add("/purge", routes.purge, {**unknown, **busy, **full}, methods=["POST"], summary="Forget resolutions")
-    add("/pin", routes.pin, {**unknown, **full}, methods=["POST"], summary="Keep a resolution")
+    add("/jobs/{id}", routes.cancel, {**unknown, 409: "The job has already ended."}, methods=["DELETE"],
+        summary="Cancel a job")
+    add("/purge", routes.purge, {**unknown, **busy, **full}, methods=["POST"], summary="Purge resolutions")
+    add("/pin", routes.pin, {**unknown, **full}, methods=["POST"], summary="Pin or unpin a resolution")
     add("/release", routes.release, busy, methods=["POST"], summary="Free GPU memory")
     # Otherwise a page that is mounted after these routes would answer that the path does not exist.
     for path, allowed in methods.items():

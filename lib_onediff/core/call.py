@@ -19,7 +19,7 @@ CACHED = "cached"
 APART = "prompt and negative prompt are computed one after the other, or there is no negative prompt"
 OTHER_ROWS = "the step also computes images that belong to neither the prompt nor the negative prompt (tiles?)"
 # The reason, for users, why some rows of a call cannot be computed without the others.
-PATCHED = "other extensions compute within the network"
+PATCHED = "other extensions compute inside the model"
 
 
 class CutMemory:

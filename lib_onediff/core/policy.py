@@ -21,7 +21,7 @@ Host = Callable[[], Tensor]
 # Called only if a policy needs it.
 Guidance = Callable[[], PromptRows]
 # The reason, for users, why a policy is inactive after an exception of its code.
-FAILED = "it failed in this image (a fault of OneDiff; see the log)"
+FAILED = "it failed in this image (a fault of OneDiff: please report it with the console's log)"
 
 
 class Served(NamedTuple):

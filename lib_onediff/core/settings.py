@@ -274,7 +274,7 @@ class Settings:
         for option_field in fields(self):
             if option_field.name in values and not option_field.metadata["per_run"]:
                 name = option_field.name
-                raise ValueError(f"OneDiff option {name} cannot be given for one generation: set it in the settings.")
+                raise ValueError(f"OneDiff option {name} cannot be set for a single image: use Settings > OneDiff.")
         return self.from_mapping(values, self)
 
 

@@ -125,7 +125,7 @@ def listen(host: str, port: int | None) -> socket.socket:
             if getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
                 raise Refusal(readable(f"{host} is not an address of this machine; choose another --host.")) from error
             failure = str(error)
-    tried = f"Port {port}" if port is not None else f"Every port from {ports[0]} to {ports[-1]}"
+    tried = f"Port {port}" if port is not None else f"The ports from {ports[0]} to {ports[-1]}"
     raise Refusal(f"{tried} on {host} cannot be used ({failure}); choose another with --port.")
 
 

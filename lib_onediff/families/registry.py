@@ -44,7 +44,7 @@ class Families:
     def read(self, module: nn.Module) -> Any:
         """The layout of a network, read from its module tree; see read_by_first. Raises Refusal if no reader is for
         this class of module, or if the network is built in an unknown way."""
-        return read_by_first(module, "network", self._readers)
+        return read_by_first(module, "UNet or transformer", self._readers)
 
     def of(self, layout: Any) -> Family:
         """The family to which a layout belongs, by the layout's class. Every layout that read() returns has one."""
@@ -99,8 +99,8 @@ def read_by_first(module: nn.Module, what: str, readers: Iterable[LayoutReader])
     """The layout of a module, by the first reader whose `matches` returns True for it (core.family.LayoutReader). If
     that reader refuses the module, no other one is tried.
 
-    what: the kind of module in words for the Refusal, such as "network". Raises Refusal if no reader matches, if the
-    reader refuses, or if the module lacks a submodule that the reader expects: then torch's own code raises an
+    what: the kind of module in words for the Refusal, such as "VAE decoder". Raises Refusal if no reader matches, if
+    the reader refuses, or if the module lacks a submodule that the reader expects: then torch's own code raises an
     exception (was_raised_by_torch). An exception from our own code is a fault of ours, and is not turned into a
     Refusal.
     """

@@ -34,8 +34,8 @@ NO_HOST = "unknown"
 BYPASSED = "another extension seems to compute this image's steps without OneDiff; which one is unknown"
 # The end of the reason for users, if a WebUI or its checkpoint lacks something that OneDiff needs.
 NOT_SUPPORTED = (
-    "this version of OneDiff does not support that, and the WebUI makes its images without OneDiff (a newer version of "
-    "OneDiff may help)"
+    "this version of OneDiff does not support that, so the WebUI makes its images without OneDiff. A newer version of "
+    "OneDiff may help"
 )
 # Names of models for users, by the WebUI's class names, if the two differ.
 NAMES = {
@@ -222,7 +222,7 @@ class WebUI:
         checkpoint = self.checkpoint() if checkpoint is None and self.unmet is None else checkpoint
         if self.unmet is not None or checkpoint is None or self.unet_of(checkpoint) is not None:
             return self.unmet
-        return f"{self.kind_of(checkpoint)} is not accelerated: OneDiff serves {listed(self.models)}"
+        return f"{self.kind_of(checkpoint)} is not accelerated: OneDiff supports {listed(self.models)}"
 
     def call_to_warm(self, width: int, height: int, batch: int, tokens: int, noise: Callable[..., Tensor]) -> Call:
         """A Call with random inputs for the UNet of the loaded checkpoint, after adopting that UNet. The adapters'

@@ -34,13 +34,18 @@ from .verify import relative_error
 
 log = logging.getLogger("onediff")
 # Reasons, for users, why a call is not computed with 8-bit weights, or not with "Low-bit only".
-NO_ROOM = "there is not enough GPU memory for the 8-bit weights, or to measure their error"
-NONE_IN_MAIN_MEMORY = "Low-bit only has no effect: the whole model is on the GPU, and no part of it in main memory"
-CHANGES_AT_EACH_CALL = "Low-bit is inactive: the WebUI changes the model's weights on the fly, perhaps at each step"
-TOO_LATE = "Low-bit's error on this checkpoint is not measured yet, and cannot be in the last steps of an image"
+NO_ROOM = "Low-bit is inactive: there is not enough GPU memory for the 8-bit weights, or to measure their error"
+NONE_IN_MAIN_MEMORY = "Low-bit only is inactive: the whole model is on the GPU, and no part of it in main memory"
+CHANGES_AT_EACH_CALL = (
+    "Low-bit is inactive: a LoRA or an extension changes the model's weights on the fly, perhaps at each step"
+)
+TOO_LATE = (
+    "Low-bit is inactive in this step: its error with this checkpoint has not been measured yet, and the last steps of "
+    "an image are too late for that"
+)
 NOT_FINITE = (
     "Low-bit is inactive in this step: the exact output, with which it is compared, has NaN or infinite values; if the "
-    "image is black, start the WebUI with --no-half"
+    "image is black, the model needs float32 (in a WebUI: --no-half)"
 )
 
 
@@ -131,7 +136,9 @@ class BackendChoice:
             # Weights that a file stores in few bits are not quantized a second time: the errors would add up.
             self._graphs.drop_low_bit(network)
             formats = ", ".join(network.bound.binding.layers.format_names())
-            candidates = candidates._replace(reason=f"Low-bit has no effect: this file has {formats} weights already")
+            candidates = candidates._replace(
+                reason=f"Low-bit is inactive: the checkpoint file has {formats} weights already"
+            )
         else:
             candidates = self._with_low_bit(network, settings, call, candidates)
         return candidates
@@ -155,6 +162,7 @@ class BackendChoice:
             else:
                 lack = low_bit.why_not(lossy.low_bit, call.latent.device, call.latent.dtype)
                 lack = lack or low_bit.why_none_here(lossy, network.bound.layout, call)
+                lack = lack and f"Low-bit is inactive: {lack}"
             if lack:
                 lacks[lack] = None
             else:
@@ -241,8 +249,8 @@ class LowBitRoute:
             network.fit_low_bit(low_bit.quantizer(), chosen, are_alone=True)
         elif not self._quantize(network, wanted, left_out):
             raise Refusal(
-                "Low-bit is inactive: no group of layers in eight bits keeps this checkpoint within the error budget "
-                f"of {budget:g} (measured)"
+                "Low-bit is inactive: with this checkpoint, every group of layers in 8 bits exceeds 'Low-bit error "
+                f"budget' ({budget:g})"
             )
 
     def _fitting_layers(self, network: Network, lossy: Lossy, call: Call, is_first: bool) -> set[str]:

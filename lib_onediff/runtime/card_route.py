@@ -159,7 +159,7 @@ class OneCard:
         if entry.state is not State.COLD and is_enough:
             return False
         if host is None:
-            raise Refusal("OneDiff's output at this size was not compared with the WebUI's yet")
+            raise Refusal("OneDiff's output at this size has not been compared with the WebUI's yet")
         services.call_stats.note_first_use()
         if functions is not None:
             # So that they draw the same random numbers for the host.
@@ -361,7 +361,9 @@ class OneCard:
         device.refuse_call(call, self.network.weight_marks)
         if call.patches is not None and lossy != LOSSLESS:
             # Between 8-bit operators, activations are quantized tensors, which functions of extensions cannot take.
-            raise Refusal(f"the backend {device.name}, {lossy} does not support extensions that run in the model")
+            raise Refusal(
+                f"the layers in 8 bits ({lossy}) are not used, because an extension computes inside the model"
+            )
         return self._entry(call, device.name, lossy, flags)
 
     def _on_device(
@@ -371,7 +373,7 @@ class OneCard:
         Refusal if the backend cannot compute the call, if the entry is FAILED, and for a cached pass that check() has
         not compared yet. Raises torch.cuda.OutOfMemoryError and HostError."""
         if entry.key.is_cached_pass and entry.state is State.COLD:
-            raise Refusal("a cached step at this size was not compared with a full one yet")
+            raise Refusal("a cached step at this size has not been compared with a full one yet")
         self.tried = entry
         if entry.state is State.FAILED:
             raise Refusal(entry.reason)
@@ -461,7 +463,7 @@ class OneCard:
             self._graphs.free()
             # If the host made room by moving weights, the capture is repeated after the next call, over these.
             if not makes_room:
-                entry.no_graph = "out of GPU memory while its graph was captured: the other graphs were freed"
+                entry.no_graph = "VRAM ran out while the CUDA graph of this size was captured: other graphs were freed"
         elif captured.error is not None:
             entry.no_graph = f"the graph could not be captured: {first_line(captured.error)}"
             log.error("%s (%s)", entry.no_graph, entry.key, exc_info=captured.error)

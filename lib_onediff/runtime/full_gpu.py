@@ -81,7 +81,10 @@ class FullGpu:
         asked = self._wanted(network, tried, left)
         if not network.make_room(asked):
             return OUT_OF_MEMORY
-        log.info("The GPU's memory is full: the WebUI moves %d MiB of weights off the GPU for OneDiff.", asked >> 20)
+        log.info(
+            "The GPU's memory is full: the WebUI moves %d MiB of weights to main memory for OneDiff. Images stay the "
+            "same.", asked >> 20,
+        )
         return WEIGHTS_MOVED
 
     def _wanted(self, network: Network, tried: Entry | None, left: int) -> int:

@@ -53,7 +53,7 @@ class PatchedRoute:
         names = ", ".join(entry.key.patches)
         device = call.latent.device
         guarded = replace(call, patches=functions)
-        within = f"other extensions compute within the network: {names}"
+        within = f"other extensions compute inside the model: {names}"
         reason = "; ".join(filter(None, (within, why_not_better)))
         traits = self._devices.named(entry.key.backend).traits
         # Graphs of parts do not support streamed weights: a graph's copies cannot continue during the next graph.
@@ -96,7 +96,7 @@ class PatchedRoute:
             what = f"an extension's function failed inside of OneDiff's UNet: {first_line(passing.error)} ({names})"
             raise Refusal(entry.mark_failed(what, is_final=False)) from None
         if output is None:
-            what = f"an extension's function computes something else each time, although nothing changed ({names})"
+            what = f"an extension's function gives another result each time, although its inputs are the same ({names})"
             raise Refusal(entry.mark_failed(what))
         return output
 

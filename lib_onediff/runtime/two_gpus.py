@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -55,8 +56,9 @@ def second_card(first: torch.device, needs: int, cards: Card) -> torch.device:
     for card, room in rooms:
         if room >= needs:
             return card
-    said = ", ".join(f"{card} has room for {max(0, room) / GIBIBYTE:.1f} GiB" for card, room in rooms)
-    raise Refusal(f"the weights take {needs / GIBIBYTE:.1f} GiB, {said}")
+    # Rounded so that a room that is too small never looks large enough.
+    said = ", ".join(f"{card} has room for {math.floor(max(0, room) / GIBIBYTE * 10) / 10} GiB" for card, room in rooms)
+    raise Refusal(f"the weights take {math.ceil(needs / GIBIBYTE * 10) / 10} GiB, {said}")
 
 
 class SecondGpuFull(Refusal):
@@ -367,7 +369,7 @@ def refuse_marked_weights(network: Network) -> None:
     """Raise Refusal if a copy of the stored weights on the second GPU would not be enough: because the host changes its
     weights at each use (Network.weight_marks), or because some of them are streamed from main memory."""
     if network.weight_marks:
-        raise Refusal(f"the WebUI computes with {' and '.join(network.weight_marks)}")
+        raise Refusal(f"two GPUs do not support {' and '.join(network.weight_marks)}")
     if network.bound.streaming is not None:
         raise Refusal("a part of the model's weights is in main memory, and two GPUs need all of them on the GPU")
 

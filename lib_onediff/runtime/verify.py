@@ -28,7 +28,8 @@ log = logging.getLogger("onediff")
 SECONDS_TO_TIME_THE_HOST = 0.5
 # A result of why_it_differs: why our output cannot be compared with the host's, in one line for the user.
 HOST_NOT_FINITE = (
-    "the model's own output has NaN or infinite values: its weights are damaged, or it needs a higher precision"
+    "the output without OneDiff has NaN or infinite values: the weights are damaged, or the model needs float32 (in a "
+    "WebUI: --no-half)"
 )
 # The largest number of an extension's objects that are searched for state.
 MOST_OBJECTS = 4096
@@ -78,7 +79,7 @@ def prove(
             if not bool(torch.isfinite(output).all()):
                 raise Refusal(miss)
             # The host's output would give a black image, and ours gives a good one.
-            log.warning("OneDiff's output is used unchecked, because %s.", miss)
+            log.warning("OneDiff's output is used without a comparison, because %s.", miss)
         elif miss is not None:
             raise Refusal(entry.mark_failed(miss))
         else:
@@ -130,8 +131,8 @@ def why_it_differs(
     if entry.relative_error <= limit:
         return None
     return (
-        f"OneDiff's output differs from the model's own forward by a relative error of {entry.relative_error:.1e} "
-        f"(rounding explains {limit:.0e})"
+        f"OneDiff's output differs too much from the one without OneDiff (relative error {entry.relative_error:.1e}; "
+        f"rounding explains {limit:.1e})"
     )
 
 
@@ -170,8 +171,8 @@ def why_cached_pass_differs(entry: Entry, output: Tensor, cached: Callable[[], T
         entry.state = State.PROVED
         return None
     return (
-        f"the cached step differs from the full one by a relative error of {entry.relative_error:.1e} (rounding "
-        f"explains {limit:.0e})"
+        f"the cached step differs too much from the full one (relative error {entry.relative_error:.1e}; rounding "
+        f"explains {limit:.1e})"
     )
 
 

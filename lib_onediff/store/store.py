@@ -94,8 +94,8 @@ class Store:
         the user; None if all is well."""
         if self._cause:
             return (
-                "Checks, measurements and pins of resolutions cannot be saved, and what OneDiff learns "
-                f"is forgotten when this WebUI is closed: {self._cause}."
+                "Checks, measurements and pins of sizes cannot be saved, and are forgotten when this WebUI is closed: "
+                f"{self._cause}."
             )
         return self._damage or None
 
@@ -221,8 +221,8 @@ class Store:
         is neither moved nor deleted, so that every process finds the same number."""
         self._number = int(path.name[len(NAME):-len(ENDING)]) + 1
         self._damage = (
-            "OneDiff's file of checked and pinned resolutions was damaged, so a new one was begun; the old one is kept "
-            f"as {path.name} in {self.folder}."
+            "OneDiff's file of checked and pinned sizes was damaged, so a new one was begun: sizes are checked again, "
+            f"and pins are gone. The old file is kept as {path.name} in {self.folder}."
         )
 
     def _files(self, pattern: str) -> list[Path]:

@@ -55,7 +55,7 @@ def of_accumulation(value: str) -> str | None:
         return f"this needs an NVIDIA GPU, and PyTorch {here}"
     if SWITCHES[HALF_SUMS].read() is None:
         return f"this needs PyTorch 2.7 or newer, and here it is {torch.__version__}"
-    return too_old(HALF_SUMS_FROM, "cuBLAS sums in half precision")
+    return too_old(HALF_SUMS_FROM, "float16 sums exist")
 
 
 def of_vae(value: str) -> str | None:

@@ -251,7 +251,7 @@ def stored_settings(opts: Any) -> Settings:
     unknown = sorted(stored.difference(host_key(option.name) for option in fields(Settings)))
     if unknown:
         names = ", ".join(unknown)
-        log.warning("OneDiff no longer has these options, so the WebUI's settings lose them: %s.", names)
+        log.warning("OneDiff no longer has these options, so they are removed from the WebUI's settings: %s.", names)
         for key in unknown:
             del opts.data[key]
     return settings

@@ -62,7 +62,7 @@ def new_chunk(size: int, pinned: bool) -> Tensor:
             empty()
         free = free_main_memory() or 0
         if free < size + SPARE_BYTES:
-            raise MemoryError(f"only {free >> 20} MiB are free")
+            raise MemoryError(f"{-(-(size + SPARE_BYTES) >> 20)} MiB must be free, and {free >> 20} MiB are")
     with torch.inference_mode(False):
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 

@@ -230,7 +230,7 @@ def refuse_foreign_code(network: nn.Module, host_traits: HostTraits) -> None:
                 "VRAM)"
             )
         if isinstance(module, nn.Dropout) and module.training and module.p > 0:
-            raise Refusal(f"the model is in training mode, in which {name} drops values at random")
+            raise Refusal(f"the model is in training mode, in which {name} drops values at random: call eval()")
     for kind, methods in (processors | run).items():
         for method in methods:
             refuse_replaced(kind, method, host_traits.trusted)

@@ -63,7 +63,7 @@ def test_loading_an_unsupported_checkpoint_frees_the_previous_unet_and_gives_the
     load(host, other)
     assert unet() is None and weight() is None and "forward" not in vars(host.unet)
     models = "SD1, SD2, SDXL, Anima, Krea 2, Z-Image and Lumina 2" if host.name == "neo" else "SD1, SD2 and SDXL"
-    reason = f"Lumina 2 is not accelerated: OneDiff serves {models}"
+    reason = f"Lumina 2 is not accelerated: OneDiff supports {models}"
     assert [record.getMessage() for record in caplog.records if "Lumina 2" in record.getMessage()] == [f"{reason}."]
     found = status.current_status(adapter)
     assert (found["served"], found["reason"]) == (False, reason)

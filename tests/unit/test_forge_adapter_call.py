@@ -79,8 +79,8 @@ def test_options_that_may_change_the_unet_are_named_with_the_module_of_their_fun
 @pytest.mark.parametrize(("given", "reason"), [
     ({"options": {"of_tomorrow": [function_of("new.py")]}}, None),
     ({"options": {"of_tomorrow": [function_of("new.py")], "block_modifiers": [function_of("hrfix.py")]}},
-     "another extension changes the UNet for this call: of_tomorrow by new.py"),
-    ({"options": {"patches": {"attn7_patch": [len]}}}, "another extension changes the UNet for this call: patches"),
+     "another extension changes the UNet in this step: of_tomorrow by new.py"),
+    ({"options": {"patches": {"attn7_patch": [len]}}}, "another extension changes the UNet in this step: patches"),
     ({"others": {"num_frames": 2}}, "unknown arguments (num_frames)"),
     ({"control": {"input": [], "middle": [0.5], "output": []}},
      "a ControlNet passes a float instead of a tensor"),

@@ -17,6 +17,7 @@ from lib_onediff.core.refusal import Refusal
 from lib_onediff.devices.torch import operators
 from lib_onediff.devices.torch.quantized import hadamard
 from lib_onediff.weights import binding as binding_module
+from lib_onediff.weights import main_memory
 from lib_onediff.weights import streaming as streaming_module
 from lib_onediff.weights.binding import Binding
 from lib_onediff.weights.bound import BoundNetwork
@@ -374,3 +375,12 @@ def test_a_weight_read_twice_in_a_row_is_cast_once_and_reading_its_bias_casts_no
     assert operands.bias("layer") is before["layer"].bias
     every = Operands(before, [Cast(HALF, vectors=True)])
     assert {part.dtype for name in every for part in every[name][:2] if part is not None} == {HALF}
+
+
+def test_the_reason_for_too_little_main_memory_names_the_two_amounts_that_were_compared(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk of 256 MiB must leave 1 GiB free."""
+    monkeypatch.setattr(main_memory, "free_main_memory", lambda: 1000 << 20)
+    with pytest.raises(Refusal, match="1280 MiB must be free, and 1000 MiB are"):
+        MainMemory().empty(8, HALF, pinned=False)

@@ -151,7 +151,7 @@ def test_calls_with_functions_at_unknown_points_are_left_to_the_host(options: Op
     """read: the names that the host's forward reads. In the last case, it does not read the function's name, and so
     would never call the function."""
     unet = shared_ldm_unet()
-    with pytest.raises(Refusal, match="another extension changes the UNet for this call: "):
+    with pytest.raises(Refusal, match="another extension changes the UNet in this step: "):
         ours(unet, a_call(unet), options, read)
     assert ours(unet, a_call(unet), {PATCHES: {"attn1_patch": []}, REPLACED: {"attn1": {}}}).patches is None
 

@@ -234,7 +234,7 @@ def test_a_capture_that_runs_out_of_memory_frees_the_other_graphs(unet: nn.Modul
     assert error(unet, a_call(unet, 8, 10)) < CLOSE
     assert served_by() == ("native", "plain")
     assert states() == {"80x64": "proved", "64x64": "proved"} and runtime.services.holdings.shared() == 0
-    assert "out of GPU memory while its graph was captured" in runtime.rows()[0].reason
+    assert "VRAM ran out while the CUDA graph of this size was captured" in runtime.rows()[0].reason
 
 
 def test_the_thread_that_watches_gpu_memory_frees_nothing_while_the_host_makes_an_image(

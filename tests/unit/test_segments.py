@@ -175,14 +175,14 @@ class Counting(Louder):
 
 def test_a_function_whose_result_changes_with_every_call_gets_no_graphs(unet: nn.Module) -> None:
     """A capture calls the function more often than the host does. Once its results differ, the host computes the calls.
-    The status says that the function computes something else each time."""
+    The status says that the function gives another result each time."""
     put(unet, Counting())
     for seed in range(2):
         error(unet, seed)
     assert served_by() == ("native", "plain")
     error(unet, 2)
     assert "gave a different result inside CUDA graphs" in entry_of("native").no_graph
-    assert served_by()[1] == "host" and "computes something else each time" in reason()
+    assert served_by()[1] == "host" and "gives another result each time" in reason()
 
 
 class Alike(Louder):

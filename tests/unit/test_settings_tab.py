@@ -67,7 +67,7 @@ def test_a_speed_button_sets_the_options_of_presets_and_no_others() -> None:
 @pytest.mark.parametrize(("stored", "expected", "logged"), [
     ({"deepcache_interval": 2, "backend": "eager"}, {"deepcache_interval": 2, "backend": "eager"}, []),
     ({"fp8": True, "deepcache_interval": 2, "verify": False}, {"deepcache_interval": 2},
-     ["settings lose them: onediff_fp8, onediff_verify."]),
+     ["are removed from the WebUI's settings: onediff_fp8, onediff_verify."]),
     # A wrong value costs no other option.
     ({"deepcache_interval": 99, "vae_precision": "fp32"}, {"vae_precision": "fp32"}, ["from 1 to 20, not 99"]),
     ({"backend": "inductor"}, {}, ["backend must be one of"]),
@@ -101,7 +101,7 @@ def test_a_cache_folder_that_cannot_be_written_is_logged_at_the_start(
     runtime.history.open(tmp_path / "file" / "cache")
     settings_tab.tell_of_trouble()
     (record,) = caplog.records
-    assert "is forgotten when this WebUI is closed" in record.message
+    assert "are forgotten when this WebUI is closed" in record.message
     assert record.message.endswith(settings_tab.OTHER_FOLDER)
 
 

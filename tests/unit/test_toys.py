@@ -181,7 +181,7 @@ def test_a_network_of_no_registered_family_is_computed_by_the_host() -> None:
     runtime = Runtime()
     runtime.adopt(toy)
     assert torch.equal(run(runtime, toy, call), toy(call.latent, call.timestep, call.context))
-    assert "does not support this kind of network" in runtime.status()["reason"]
+    assert "does not support this kind of UNet or transformer" in runtime.status()["reason"]
 
 
 @pytest.mark.parametrize("whole_batch", [True, False])

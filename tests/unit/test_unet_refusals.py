@@ -147,7 +147,7 @@ def test_the_host_computes_a_unet_with_an_unknown_parameter_or_with_dropout_in_t
         (lambda: unet.mid_block.register_parameter("strange", nn.Parameter(torch.zeros(3))),
          "it has unknown parameters (1), such as mid_block.strange"),
         (lambda: delattr(unet.mid_block, "strange"), ""),
-        (unet.train, "dropout drops values at random"),
+        (unet.train, "dropout drops values at random: call eval()"),
     ):
         change()
         unet.conv_in.noted = reason

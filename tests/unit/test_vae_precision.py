@@ -33,7 +33,7 @@ from lib_onediff.core.settings import Settings
 from lib_onediff.core.table import State
 from lib_onediff.families.vae import Decoding
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.runtime.vae.wider_type import NOT_FINITE
+from lib_onediff.runtime.vae.wider_type import BROKEN, NOT_FINITE
 from lib_onediff.store.history import History
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
@@ -94,7 +94,7 @@ def test_a_decode_that_overflows_in_float16_gives_the_image_of_float32_and_a_mes
     assert picture.dtype == torch.float16 and picture.std() > 0
     assert (shown(picture) - shown(in_float32(decoder, latent))).abs().max() <= STEP
     assert last_decode() == ("ours", OVERFLOWED) and host.calls == 0
-    assert caplog.messages == [f"VAE: {OVERFLOWED}. From now on, nothing is decoded in float16 by this VAE."]
+    assert caplog.messages == [f"VAE: {OVERFLOWED}. From now on, OneDiff does not use this VAE in float16."]
     assert untouched(decoder, before), "the host's VAE is as it was"
 
 
@@ -214,10 +214,10 @@ def test_a_vae_with_nan_weights_gives_the_image_of_the_host_and_a_message(
     with caplog.at_level(logging.WARNING, "onediff"):
         assert decode(host, latent)[:, 0].isnan().all()
     assert types == [torch.float16, torch.float32] and host.calls == 1
-    reason = "this VAE overflows in float16, and its image in float32 is not finite too"
+    reason = "this VAE overflows in float16, and its image in float32 is broken (NaN or infinite values) too"
     assert last_decode() == ("host", reason)
     assert caplog.messages == [
-        "VAE: the image is not finite, so the picture may be black, and OneDiff could not make a better one: "
+        f"VAE: the image is {BROKEN}, so the picture may be black, and OneDiff could not make a better one: "
         f"{reason}."
     ]
     assert not [name for name in runtime.history.tuned() if name.startswith("VAE")], "no verdict on float16"
@@ -337,7 +337,7 @@ def test_a_black_image_that_the_host_has_decoded_is_decoded_again_by_onediff_in_
         picture = decode_refused(host, latent)
     assert picture.dtype == torch.float16
     assert (shown(picture) - shown(in_float32(host.decoder, latent))).abs().max() <= STEP
-    reason = f"decoded again in float32, because the VAE's own image is {NOT_FINITE}"
+    reason = f"decoded again in float32, because the VAE's own image is {BROKEN}"
     assert last_decode() == ("ours", reason) and caplog.messages == [f"VAE: {reason}."]
     assert decodes_by_route() == {"ours": 1, "host": 0}
 

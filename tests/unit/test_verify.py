@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -76,7 +77,15 @@ def test_the_effect_of_rounding_is_measured_only_for_errors_between_the_two_limi
 
     expected = torch.ones(64)
     assert why_it_differs(an_entry(), expected * (1 + 1e-6), lambda: expected, spread=spread) is None
-    assert "explains 1e-04" in why_it_differs(an_entry(), 2 * expected, lambda: expected, spread=spread)
+    assert "explains 1.0e-04" in why_it_differs(an_entry(), 2 * expected, lambda: expected, spread=spread)
+
+
+def test_the_reason_of_a_failed_check_shows_a_larger_error_than_the_limit() -> None:
+    """The limit is 1.6e-4: rounded to one digit, it would be shown as 2e-4, above the error."""
+    expected = torch.ones(64, dtype=torch.float64)
+    reason = why_it_differs(an_entry(), expected * (1 + 1.7e-4), lambda: expected, allowed=1.6e-4)
+    error, limit = map(float, re.findall(r"\d\.\de-\d\d|\de-\d\d", str(reason)))
+    assert error > limit, reason
 
 
 @pytest.mark.parametrize("worst", [float("nan"), float("inf")])
@@ -119,7 +128,7 @@ def test_checks_restore_the_random_generators_before_the_host_runs() -> None:
         return compute() + OWN.random()
 
     begin_anew()
-    with pytest.raises(Refusal, match="output differs from the model's own forward"):
+    with pytest.raises(Refusal, match="output differs too much from the one without OneDiff"):
         prove(an_entry(**PATCHED), torch.zeros(8), History(), host, None, False, (host,))
     assert next_numbers() == expected
 
@@ -222,5 +231,5 @@ def test_if_the_host_output_is_not_finite_ours_is_used_if_it_is_finite() -> None
     entry = an_entry()
     prove(entry, torch.ones(8), History(), black, None, False)
     assert entry.state is State.PROVED
-    with pytest.raises(Refusal, match=HOST_NOT_FINITE):
+    with pytest.raises(Refusal, match=re.escape(HOST_NOT_FINITE)):
         prove(an_entry(), black(), History(), black, None, False)

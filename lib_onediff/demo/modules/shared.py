@@ -89,7 +89,7 @@ class Options:
             try:
                 self.save(filename)
             except OSError as error:
-                trouble = f"The settings could not be saved ({error.strerror}); they count until the server ends."
+                trouble = f"The settings could not be saved ({error.strerror}); they apply until the demo ends."
         return changed, refused, trouble
 
     def save(self, filename: str) -> None:
@@ -115,7 +115,9 @@ class Options:
         except (OSError, ValueError, TypeError, RecursionError) as error:
             aside = path.with_suffix(".damaged")
             os.replace(path, aside)
-            log.warning("the settings in %s cannot be read (%s) and are now %s; defaults are used", path, error, aside)
+            log.warning(
+                "the file of settings %s cannot be read (%s): it is now %s; the defaults are used", path, error, aside
+            )
 
 
 @dataclass

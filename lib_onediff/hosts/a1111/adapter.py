@@ -216,7 +216,7 @@ class A1111(WebUI):
             raise Refusal(self.unmet)
         if sd_unet.current_unet is not None:
             owner = author(sd_unet.current_unet)
-            raise Refusal(f"the UNet of {owner} is used instead of the checkpoint's (Settings, SD Unet)")
+            raise Refusal(f"the UNet of {owner} is used instead of the checkpoint's: set 'SD Unet' to None")
         if shared.loaded_hypernetworks:
             raise Refusal("a hypernetwork changes the attention")
         functions = getattr(sys.modules[type(unet).__module__], "th", None)

@@ -159,7 +159,9 @@ def refuse_unsupported(layer: Any) -> None:
         variant = getattr(layer, "lora_variant", {}).get(name)
         if variant is not None or getattr(layer, "use_dora", {}).get(name):
             kind = "DoRA" if variant is None else type(variant).__name__
-            raise Refusal(f"the LoRA {name} is of a kind that OneDiff does not support ({kind})")
+            raise Refusal(
+                f"the LoRA {name} is of a kind that OneDiff does not support ({kind}): merge it (pipe.fuse_lora())"
+            )
         one = down.weight
         other = up.weight
         fits = one.shape[1:] == within.weight.shape[1:] and other.flatten(1).shape == (len(within.weight), len(one))

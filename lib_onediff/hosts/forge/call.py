@@ -138,7 +138,7 @@ def unet_call(
     others = {name: value for name, value in options.items() if name not in points}
     foreign = unknown_options(others, names_read, runs_functions)
     if foreign:
-        raise Refusal(f"another extension changes the UNet for this call: {', '.join(foreign)}")
+        raise Refusal(f"another extension changes the UNet in this step: {', '.join(foreign)}")
     unknown = sorted(name for name, value in given.others.items() if value is not None and name in names_read)
     if unknown:
         raise unsupported_inputs(f"unknown arguments ({', '.join(unknown)})")

@@ -29,7 +29,7 @@ log = logging.getLogger("onediff")
 Result = TypeVar("Result")
 # Reasons, for users, why a shape has no graph: for now (Entry.waits), for good (Entry.no_graph), and for now.
 CARD_IS_FULL = "the GPU's memory is nearly full: this size gets its CUDA graph once there is room"
-NO_ROOM_BESIDE = "the setting 'Graph memory in MiB' is too small for graphs with functions of other extensions"
+NO_ROOM_BESIDE = "'Graph memory in MiB' is too small for CUDA graphs with functions of other extensions: raise it"
 PINNED_TAKE_IT = (
     "pinned sizes of another model, or copies of weights, take up 'Graph memory in MiB': raise it, or unpin sizes "
     "(OneDiff tab, Cache)"
@@ -41,7 +41,7 @@ VALUES_PER_DECODED_PIXEL = 1024
 SECONDS_BETWEEN_LOOKS = 2.0
 # How room is made when the host runs out of GPU memory, in words for the user.
 GRAPHS = "OneDiff frees its CUDA graphs"
-WEIGHTS = "the WebUI moves some weights off the GPU"
+WEIGHTS = "the WebUI moves weights to main memory"
 
 
 class GraphCache:

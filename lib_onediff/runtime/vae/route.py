@@ -27,7 +27,7 @@ from ...weights.scan import HostTraits, refuse_global_hooks
 from ..call_stats import SECONDS_UNTIL_LOGGED_AGAIN
 from ..services import SWITCHED_OFF, TRAINING, Services
 from .decode import Decode, Decoded, HostDecode, is_finite, short_name
-from .wider_type import NOT_FINITE, NoTypeHelps, WiderType
+from .wider_type import BROKEN, NoTypeHelps, WiderType
 
 log = logging.getLogger("onediff")
 
@@ -228,7 +228,7 @@ class DecoderRoute:
             return image
         if attempted(lambda: self._admitted(host_decode)).outcome is Outcome.REFUSED or is_finite(image):
             return image
-        found = f"{image_or_latent(image)} is {NOT_FINITE}"
+        found = f"{image_or_latent(image)} is {BROKEN}"
         if may_help:
             tried = attempted(lambda: self._ours(host_decode).repeat())
             if tried.is_ours:

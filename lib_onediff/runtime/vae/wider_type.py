@@ -21,12 +21,14 @@ AUTO = "auto"
 NAMED: Mapping[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 SLOW_ON_CPU = frozenset({"fp16"})
 WIDEST = torch.float32
-# Completes "its image is ..." in messages; also the value in the tuning cache of weights that overflow.
+# The value in the tuning cache of weights that overflow.
 NOT_FINITE = "not finite"
+# Completes "its image is ..." in messages.
+BROKEN = "broken (NaN or infinite values)"
 # The reason of a refusal, of a decode or an encode.
 BAD_INPUT = (
     "the VAE's input has NaN or infinite values already, so no VAE precision helps; if the image is black without "
-    "OneDiff too, start the WebUI with --no-half"
+    "OneDiff too, the model needs float32 (in a WebUI: --no-half)"
 )
 
 
@@ -63,11 +65,11 @@ class WiderType:
         del made
         self._refuse_bad_input()
         if self.wanted == WIDEST:
-            raise NoTypeHelps(f"its image is {NOT_FINITE} in {short_name(WIDEST)}")
+            raise NoTypeHelps(f"its image is {BROKEN} in {short_name(WIDEST)}")
         wider = self._wider(f"{self._done} again", overflows)
         self.decode.services.guard.attempt("remembering a VAE", self._remember)
         log.warning(
-            "VAE: %s. From now on, nothing is %s in %s by this VAE.", wider.reason, self._done, short_name(self.wanted)
+            "VAE: %s. From now on, OneDiff does not use this VAE in %s.", wider.reason, short_name(self.wanted)
         )
         return wider
 
@@ -75,7 +77,7 @@ class WiderType:
         """Our image in a wider dtype, uncompared. Called when the host's own image was not finite; logs that, and
         remembers nothing. Raises NoTypeHelps if our image is not finite either, or the latent is not."""
         self._refuse_bad_input()
-        made = self._wider(f"{self._done} again", f"the VAE's own image is {NOT_FINITE}")
+        made = self._wider(f"{self._done} again", f"the VAE's own image is {BROKEN}")
         log.warning("VAE: %s.", made.reason)
         return made
 
@@ -89,7 +91,7 @@ class WiderType:
             return checked.given()
         # The host's image is not finite, and ours is: ours cannot be compared, and is still the better one.
         if self.wanted == WIDEST:
-            return made._replace(reason=f"the VAE's own image is {NOT_FINITE}")
+            return made._replace(reason=f"the VAE's own image is {BROKEN}")
         self._remember()
         return self.repeat()
 
@@ -109,7 +111,7 @@ class WiderType:
         name = short_name(made.entry.key.dtype)
         if not made.is_finite:
             self._refuse_bad_input()
-            raise NoTypeHelps(f"{why}, and its image in {name} is {NOT_FINITE} too")
+            raise NoTypeHelps(f"{why}, and its image in {name} is {BROKEN} too")
         return made._replace(reason=f"{done} in {name}, because {why}")
 
     @property

@@ -69,7 +69,7 @@ NEWER_STAYS = "Files of a newer version of OneDiff in this folder were kept."
 PURGED = "Their graphs and their history on disk are deleted. The next image at such a size is checked again."
 PURGE_SELECTED = f"Purge {{}}? {PURGED}"
 PURGE_ALL = f"Purge all sizes of all models? {PURGED}"
-PURGE_DISK = "Delete everything in the cache folder? Sizes that are ready stay ready until the WebUI ends."
+PURGE_DISK = "Delete everything but pins in the cache folder? Sizes that are ready stay ready until the WebUI ends."
 # JavaScript that returns the selected rows.
 SELECTED = "window.onediff.selected()"
 

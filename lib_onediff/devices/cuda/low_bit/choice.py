@@ -160,7 +160,7 @@ class LowBit:
         if self.quantizes_every_layer or (every and lossy.only):
             return None
         if not every:
-            return f"this model's layers are too small to be faster in {names}"
+            return f"the layers of this model are too small to be faster in {names}"
         for product, count in Counter(every.values()).items():
             gains = [self.gains(product, dtype, kind) for kind in kinds]
             if None in gains:
@@ -168,7 +168,7 @@ class LowBit:
             total += max((gain or 0.0 for gain in gains), default=0.0) * count
         if total > WORTH_LOOKING_MS:
             return None
-        return f"at this size the model is not faster in {names} on this machine (measured)"
+        return f"measured on this machine, the model is not faster in {names} at this size"
 
     def working_bytes(self, lossy: Lossy, layout: Any, call: Call) -> int:
         """An estimate of the bytes that a call takes on the GPU besides weights: WIDEST_OUTPUTS times the output of its
