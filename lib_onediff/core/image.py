@@ -215,7 +215,7 @@ class ImageRecord:
         is_one_image = self.state != UNTOLD
         earlier = list(self.by_host.items())[:MOST_REASONS] if is_one_image and self.route != HOST else []
         total = sum(self.steps.values())
-        sentences = [f"{calls} of {total} steps by the WebUI: {reason}" for reason, calls in earlier]
+        sentences = [f"{calls} of {total} steps without OneDiff: {reason}" for reason, calls in earlier]
         return "; ".join(filter(None, (*sentences, self.reason)))
 
 

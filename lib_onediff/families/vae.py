@@ -230,7 +230,7 @@ class Autoencoders:
         channels = layout.in_convolution.in_channels
         if latent.dim() != 4 or latent.shape[1] != channels:
             raise unsupported_inputs(
-                f"the latent (shape {tuple(latent.shape)}) does not fit this VAE, which takes {channels} channels"
+                f"the VAE's input (shape {tuple(latent.shape)}) does not fit this VAE, which takes {channels} channels"
             )
 
     def output(

@@ -53,7 +53,7 @@ NO_IMAGE = "no image has been made yet"
 SENTENCES = {
     GRAPH: "OneDiff: the steps are replayed as a CUDA graph",
     PLAIN: "OneDiff: the steps run without a CUDA graph",
-    HOST: "OneDiff: the WebUI computes the steps",
+    HOST: "OneDiff: the steps run without OneDiff",
 }
 
 

@@ -159,7 +159,7 @@ class OneCard:
         if entry.state is not State.COLD and is_enough:
             return False
         if host is None:
-            raise Refusal("OneDiff's output at this size has not been compared with the WebUI's yet")
+            raise Refusal("OneDiff's output at this size has not been compared with the one without OneDiff yet")
         services.call_stats.note_first_use()
         if functions is not None:
             # So that they draw the same random numbers for the host.

@@ -56,6 +56,8 @@ def second_card(first: torch.device, needs: int, cards: Card) -> torch.device:
     for card, room in rooms:
         if room >= needs:
             return card
+    if not needs:
+        raise Refusal("no other GPU has free memory")
     # Rounded so that a room that is too small never looks large enough.
     said = ", ".join(f"{card} has room for {math.floor(max(0, room) / GIBIBYTE * 10) / 10} GiB" for card, room in rooms)
     raise Refusal(f"the weights take {math.ceil(needs / GIBIBYTE * 10) / 10} GiB, {said}")

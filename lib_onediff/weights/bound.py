@@ -98,7 +98,7 @@ class BoundNetwork:
         """The host's module. Raises Refusal if the host has unloaded it."""
         module = self._module()
         if module is None:
-            raise Refusal("the WebUI has unloaded this model")
+            raise Refusal("this model has been unloaded")
         return module
 
     @property

@@ -14,7 +14,7 @@ from ..core.origins import layer_within
 from ..core.refusal import Refusal
 from .stored import Format, StoredReader, StoredWeight
 
-LAYERS_GONE = "the WebUI has replaced or unloaded a part of this model"
+LAYERS_GONE = "a part of this model has been replaced or unloaded"
 
 
 class HostLayers:

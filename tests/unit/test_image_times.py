@@ -258,7 +258,7 @@ def test_the_reason_for_steps_by_the_webui_is_shown_until_the_end_of_the_image()
     assert status["route"] != "host" and status["image"]["by_host"] == {
         "an extension has replaced input_blocks.2 by its own Scaler": 4
     }
-    sentence = f"4 of {total} steps by the WebUI: an extension has replaced input_blocks.2 by its own Scaler"
+    sentence = f"4 of {total} steps without OneDiff: an extension has replaced input_blocks.2 by its own Scaler"
     assert status["reason"].startswith(sentence) and status["reason"].count("Scaler") == 1
     images.make()
     assert "Scaler" not in images.status()["reason"] and images.status()["image"]["by_host"] == {}

@@ -175,6 +175,16 @@ def test_the_second_gpu_is_the_next_one_with_enough_free_memory_for_the_weights(
         assert str(refusal) == expected
 
 
+def test_the_setting_names_no_size_of_weights_if_no_other_gpu_has_free_memory() -> None:
+    """The settings tab asks without weights, so a size of 0 would mean nothing to the user."""
+    class Full(TwoCpus):
+        def room(self, device: torch.device) -> int:
+            return -1
+
+    with pytest.raises(Refusal, match="^no other GPU has free memory$"):
+        second_card(THREE[0], 0, Full(THREE))
+
+
 # --- the copy of the weights ------------------------------------------------------------------------------------
 
 

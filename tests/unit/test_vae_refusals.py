@@ -160,14 +160,20 @@ def test_an_encoder_of_another_structure_is_refused_in_one_line(change: Callable
     assert "\n" not in str(refusal.value)
 
 
-def test_a_latent_of_another_dtype_or_shape_gets_the_hosts_exception_and_a_reason() -> None:
-    decoder = diffusers_vae().decoder
+@pytest.mark.parametrize(("half", "channels"), [("decoder", 4), ("encoder", 3)])
+def test_an_input_of_another_dtype_or_shape_gets_the_hosts_exception_and_a_reason(half: str, channels: int) -> None:
+    """channels: how many the input of this half of the VAE must have; here it has one fewer. The input of an encoder is
+    an image, so the reason does not call it a latent."""
+    network = getattr(diffusers_vae(), half)
     with pytest.raises(RuntimeError):
-        routed_picture(decoder, a_latent(decoder).half())
-    assert last_decode() == ("host", "the latent is in float16, but the VAE's weights are in float32")
+        routed_picture(network, a_latent(network).half())
+    assert last_decode() == ("host", "the VAE's input is in float16, but its weights are in float32")
     with pytest.raises(RuntimeError):
-        routed_picture(decoder, a_latent(decoder)[:, :3])
-    assert last_decode()[1] == f"{CALLED}the latent (shape (1, 3, 6, 6)) does not fit this VAE, which takes 4 channels"
+        routed_picture(network, a_latent(network)[:, 1:])
+    shape = 1, channels - 1, 6, 6
+    assert last_decode()[1] == (
+        f"{CALLED}the VAE's input (shape {shape}) does not fit this VAE, which takes {channels} channels"
+    )
 
 
 def test_a_decode_under_autocast_to_another_dtype_is_run_by_the_host() -> None:
@@ -177,4 +183,4 @@ def test_a_decode_under_autocast_to_another_dtype_is_run_by_the_host() -> None:
         expected = own_forward(decoder)(latent)
         ours = routed_picture(decoder, latent)
     assert torch.equal(ours, expected)
-    assert last_decode() == ("host", "PyTorch's autocast computes in bfloat16, but the latent is in float32")
+    assert last_decode() == ("host", "PyTorch's autocast computes in bfloat16, but the VAE's input is in float32")

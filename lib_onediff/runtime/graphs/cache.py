@@ -319,7 +319,7 @@ class MemoryPressure:
             if not given:
                 raise
         # Outside of the handler, tensors that the host had computed before it failed are freed.
-        log.warning("The GPU's memory is full: %s, and the WebUI computes this step again.", ", ".join(given))
+        log.warning("The GPU's memory is full: %s, and the step or decode is computed again.", ", ".join(given))
         with self._lock:
             self._graphs.free()
         for rewind in rewinds:

@@ -284,10 +284,10 @@ def refuse_misplaced(binding: Binding, latent: Tensor) -> None:
     """Raise Refusal if the latent's device or dtype is not that of the decoder's weights: the host's own forward then
     fails too, or converts the latent or the weights."""
     if latent.device != binding.device:
-        raise Refusal(f"the latent is on {latent.device}, but the VAE's weights are on {binding.device}")
+        raise Refusal(f"the VAE's input is on {latent.device}, but its weights are on {binding.device}")
     if latent.dtype != binding.dtype:
         weights = short_name(binding.dtype)
-        raise Refusal(f"the latent is in {short_name(latent.dtype)}, but the VAE's weights are in {weights}")
+        raise Refusal(f"the VAE's input is in {short_name(latent.dtype)}, but its weights are in {weights}")
 
 
 def refuse_surroundings(latent: Tensor) -> None:
@@ -299,7 +299,8 @@ def refuse_surroundings(latent: Tensor) -> None:
     autocast = autocast_dtype(latent.device.type)
     if autocast not in (None, latent.dtype):
         raise Refusal(
-            f"PyTorch's autocast computes in {short_name(autocast)}, but the latent is in {short_name(latent.dtype)}"
+            f"PyTorch's autocast computes in {short_name(autocast)}, but the VAE's input is in "
+            f"{short_name(latent.dtype)}"
         )
 
 
@@ -315,4 +316,4 @@ def decode_sentence(route: str | None, reason: str) -> str:
         return ""
     if route == OURS:
         return "VAE: accelerated" + (f" ({reason})" if reason else "")
-    return "VAE: the WebUI's own" + (f", because {reason}" if reason else "")
+    return "VAE: without OneDiff" + (f", because {reason}" if reason else "")

@@ -91,7 +91,7 @@ def unmet_requirement(kind: Kind, device: torch.device, dtype: torch.dtype) -> s
         capability = torch.cuda.get_device_capability(device)
         card = torch.cuda.get_device_name(device)
         oldest = OLDEST_CAPABILITY[kind]
-        example = ", such as RTX 40 and H100" if kind is FP8 else ""
+        example = ", such as RTX 40 and H100" if kind is FP8 else ", such as GTX 16 and RTX 20"
         if kind is INT8 and dtype == torch.bfloat16 and capability < (8, 0):
             return f"INT8 is for models in float16 on the {card}, and this one is in bfloat16"
         if capability < oldest:
