@@ -53,7 +53,10 @@ STATES = {
     "cold": "seen, but not yet compared with the WebUI's output",
     "proved": "agrees with the WebUI's output; runs without CUDA graphs",
     "ready": "checked, and the next step replays a CUDA graph, which is the fastest way",
-    "failed": "OneDiff's output did not agree, or could not be computed: the WebUI alone computes this size",
+    "failed": (
+        "OneDiff's output did not agree, or could not be computed: OneDiff tries a slower backend; if none is left, "
+        "the WebUI alone computes this size"
+    ),
     "on disk": "used on this machine before the WebUI was started",
     "queued": "waits in the pre-warm queue",
     "warming": "is being pre-warmed now",
