@@ -361,9 +361,7 @@ class OneCard:
         device.refuse_call(call, self.network.weight_marks)
         if call.patches is not None and lossy != LOSSLESS:
             # Between 8-bit operators, activations are quantized tensors, which functions of extensions cannot take.
-            raise Refusal(
-                f"the layers in 8 bits ({lossy}) are not used, because an extension computes inside the model"
-            )
+            raise Refusal("Low-bit is inactive: an extension computes inside the model")
         return self._entry(call, device.name, lossy, flags)
 
     def _on_device(

@@ -71,7 +71,7 @@ def current_status(webui: Any) -> dict[str, Any]:
 
 def summary_html(status: dict[str, Any]) -> str:
     """Markup of the status in the accordion's title: "0.9 s/image (WebUI 1.6 s), 29 ms/step (WebUI 57 ms), 1.8x faster,
-    graph"; or that OneDiff is off, that the model is not served, or that there is no image yet.
+    graph"; or that OneDiff is off, that the model is not supported, or that there is no image yet.
 
     The title has room for two lines. So a part that took much of the image's time, such as the VAE, replaces the step:
     "4.4 s/image, VAE 1.3 s, 1.6x faster, no graph". On a phone: "0.9 s/image, 1.8x faster, graph".
@@ -80,7 +80,7 @@ def summary_html(status: dict[str, Any]) -> str:
     if not runtime.settings.enabled:
         words = "off in the settings"
     elif not status.get("served", True):
-        words = "not served"
+        words = "not supported"
     elif route is None:
         words = "no image yet"
     else:

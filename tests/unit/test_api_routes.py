@@ -252,6 +252,12 @@ def test_changes_that_cannot_be_written_to_disk_are_answered_with_507(
 # --- the pre-warm queue -----------------------------------------------------------------------------------------------
 
 
+def test_prewarm_with_another_number_of_tokens_queues_nothing_and_names_the_valid_ones(api: Api) -> None:
+    answer = api.post("prewarm", {"sizes": "64x64", "tokens": 100}, 422)
+    assert answer["detail"].startswith("tokens must be 77, 154 or 231 ") and "not 100; no size" in answer["detail"]
+    assert api.get("jobs")["jobs"] == []
+
+
 def test_prewarm_queues_each_size_once_and_order_first_puts_it_before_waiting_ones(api: Api) -> None:
     """The test's lock blocks the first job, so that the others wait. A size that waits already keeps its job; with
     another number of tokens, it gets a second job. A waiting job can be cancelled once."""

@@ -131,7 +131,7 @@ def aligned(number: int, name: str) -> int:
     if number % ALIGNED:
         raise Refusal(
             f"OneDiff's fastest way cannot be used: its kernel {name} needs addresses and sizes that are multiples of "
-            f"{ALIGNED}, not {number}. The image is right, only slower"
+            f"{ALIGNED}, not {number}; the image is right, only slower"
         )
     return number
 
