@@ -95,7 +95,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--picture", type=Path, metavar="FILE", help="quality: write a picture of the first images of "
                         "each --set to this file")
     parser.add_argument("--guidance", type=float, default=SHIPPED_CFG_SCALE, help="quality, schedules: the CFG scale "
-                        f"(default: {SHIPPED_CFG_SCALE:g}, for which these models were trained)")
+                        f"(default: {SHIPPED_CFG_SCALE:g}, which suits these models)")
     parser.add_argument("--whole", type=int, nargs="+", help="schedules: how many steps to compute completely; one "
                         "search for each number (default: the numbers of intervals 2 to 5)")
     options = parser.parse_args(arguments)

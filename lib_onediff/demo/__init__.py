@@ -7,5 +7,5 @@ from pathlib import Path
 # is used with the text encoder and the VAE of emoji-sd.
 SHIPPED = Path(__file__).with_name("emoji-sd")
 EMOJI_DIT = Path(__file__).with_name("emoji-dit")
-# The CFG scale for which emoji-sd and emoji-dit were trained.
+# A CFG scale that suits emoji-sd and emoji-dit.
 SHIPPED_CFG_SCALE = 4.0

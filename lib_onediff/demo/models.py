@@ -63,8 +63,8 @@ class LoadedModel:
     """A loaded diffusers pipeline and the model's name. Scripts see this object as shared.sd_model.
 
     about: how to use the model, for users; "" for a model that the user has chosen.
-    steps, cfg_scale: the page's values at the start. The models that ship with OneDiff were trained for a lower CFG
-        scale than Stable Diffusion.
+    steps, cfg_scale: the page's values at the start. The models that ship with OneDiff need a lower CFG scale than
+        Stable Diffusion.
     """
 
     pipeline: Any
