@@ -16,7 +16,10 @@ from .precision import autocast_dtype
 FULL = "full"
 CACHED = "cached"
 # Reasons, for users, why it is unknown which rows of a call are the prompt's.
-APART = "prompt and negative prompt are computed one after the other, or there is no negative prompt"
+APART = (
+    "the prompt and the negative prompt are computed in separate calls (A1111: switch on 'Batch cond/uncond'; Forge: "
+    "free VRAM), or there is no negative prompt"
+)
 OTHER_ROWS = "the step also computes images that belong to neither the prompt nor the negative prompt (tiles?)"
 # The reason, for users, why some rows of a call cannot be computed without the others.
 PATCHED = "other extensions compute inside the model"

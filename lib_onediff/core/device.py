@@ -156,9 +156,12 @@ class Device(abc.ABC):
         the call, and the backend refuses instead of running a test that takes seconds.
         """
 
-    def refuse_call(self, call: Call, weight_marks: Sequence[str]) -> None:
-        """Raise Refusal, with the reason for the user, if the backend cannot compute this call. weight_marks: words for
-        how the host computes with its weights (runtime.network.Network.weight_marks)."""
+    def refuse_call(self, call: Call, weight_marks: Sequence[str], kernel_users: Sequence[Any]) -> None:
+        """Raise Refusal, with the reason for the user, if the backend cannot compute this call.
+
+        weight_marks: words for how the host computes with its weights (runtime.network.Network.weight_marks).
+        kernel_users: the network's; see core.family.Layout.
+        """
 
     def allowed_error(self, dtype: torch.dtype) -> float:
         """The largest relative error against the host's forward at which an output still counts as correct, for a

@@ -14,7 +14,7 @@ from .refusal import Refusal
 
 # With fewer steps, each one changes the whole image too much to skip a part of it.
 FEWEST_STEPS = 10
-FEW_STEPS = f"the sampling has fewer than {FEWEST_STEPS} steps"
+FEW_STEPS = f"the sampling has fewer than {FEWEST_STEPS} steps (in img2img: steps times denoising strength)"
 # Models and LoRAs that are distilled for few steps are published with 1 to 8 of them and a guidance scale of 0 to 2
 # (LCM 1 to 2; Lightning, Turbo, Hyper-SD and DMD2 0 to 1). Users often run them with some more steps.
 FEWEST_UNGUIDED_STEPS = 16

@@ -103,7 +103,7 @@ def parse_value(option_field: Field[Any], word: str) -> Any:
         # X/Y/Z plots pass Python's True, and users type On.
         word = {"true": "on", "false": "off"}.get(word.lower(), word.lower())
         if word not in BOOL_OF_WORD:
-            raise ValueError(f"OneDiff option {option_field.name} is on or off, not {word!r}.")
+            raise ValueError(f"OneDiff option {option_field.name} must be on or off, not {word!r}.")
         return BOOL_OF_WORD[word]
     value = kind(word)
     check_value(option_field, value)

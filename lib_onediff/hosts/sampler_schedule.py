@@ -21,7 +21,7 @@ ALL_BUT_THE_LOWEST = ("ddim", "ddim_cfgpp", "plms")
 # First-order samplers that add no noise between steps (DDIM: at eta 0).
 FIRST_ORDER = ("sample_euler", "ddim")
 # Why step policies are inactive with Forge's DDIM and PLMS and a flow model, such as Anima: a reason for users.
-OTHER_TIMESTEPS = "with DDIM and PLMS, this model's timesteps are unknown (Euler works)"
+OTHER_TIMESTEPS = "OneDiff cannot follow the steps of DDIM and PLMS with this model: use another sampler, such as Euler"
 
 
 def record_next_call(sampler: Any, method: str) -> list[float]:

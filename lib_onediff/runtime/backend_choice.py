@@ -58,8 +58,8 @@ class Candidate(Generic[Result]):
     this backend cannot serve it, so that the next candidate is tried.
 
     entry: returns the entry of the shape with this backend.
-    serve: serve(entry, reason) returns the result. reason: why the candidate before this one did not serve, for users;
-        for the first candidate, the reason given to first_to_serve, or "".
+    serve: serve(entry, reason) returns the result. reason: why the candidates before this one did not serve, for users:
+        the last fault, else the last refusal; for the first candidate, the reason given to first_to_serve, or "".
     """
 
     entry: Callable[[], Entry]
@@ -77,20 +77,23 @@ def first_to_serve(
     sampling: the number of the sampling in progress; see Entry.mark_failed. after_failure: called with the failed
     attempt after each refusal or fault of a candidate's serve(), but not after a refusal of its entry().
 
-    Raises Refusal with the last reason if no candidate serves, torch.cuda.OutOfMemoryError and HostError at once, and a
-    fault in a candidate's entry().
+    If no candidate serves, raises Refusal with the last fault's reason, else with the last refusal's. Raises
+    torch.cuda.OutOfMemoryError and HostError at once, and a fault in a candidate's entry().
     """
+    # A later refusal may only be due to the fault, and must not hide its reason.
+    has_failed = False
     for candidate in candidates:
         admitted = attempted(candidate.entry)
         if admitted.outcome is Outcome.REFUSED:
-            reason = admitted.reason
+            reason = reason if has_failed else admitted.reason
             continue
         entry = admitted.given()
         made = attempted(partial(candidate.serve, entry, reason))
         if made.is_ours or made.outcome is Outcome.OUT_OF_MEMORY:
             return made.given()
-        reason = made.reason
+        reason = reason if has_failed else made.reason
         if made.fault is not None:
+            has_failed = True
             failure = f"OneDiff's computation failed: {first_line(made.fault)}"
             reason = entry.mark_failed(failure, sampling, is_final=False)
             log.error("%s (%s)", entry.reason, entry.key, exc_info=made.fault)

@@ -18,7 +18,7 @@ log = logging.getLogger("onediff")
 # Reasons, for users: of a call that ran out of memory when the host has then made room, and of a call that is not
 # tried.
 WEIGHTS_MOVED = (
-    f"{OUT_OF_MEMORY}, and the WebUI has moved weights to main memory, so that OneDiff can compute the next steps"
+    f"{OUT_OF_MEMORY}, and the WebUI has moved weights to main memory for it; OneDiff tries again at the next step"
 )
 NO_ROOM_YET = "the GPU memory was full at this size in this image: OneDiff tries again when more is free"
 

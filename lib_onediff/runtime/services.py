@@ -28,7 +28,9 @@ from .network import Network
 
 # Reasons, for users, why the host computes a call or a decode.
 SWITCHED_OFF = "OneDiff is switched off"
-TRAINING = "PyTorch records gradients, as for training (use torch.inference_mode())"
+TRAINING = (
+    "PyTorch records gradients, as for training, maybe by an extension (in your own code, use torch.inference_mode())"
+)
 
 
 class Services:

@@ -373,7 +373,7 @@ def refuse_marked_weights(network: Network) -> None:
     if network.weight_marks:
         raise Refusal(f"two GPUs do not support {' and '.join(network.weight_marks)}")
     if network.bound.streaming is not None:
-        raise Refusal("a part of the model's weights is in main memory, and two GPUs need all of them on the GPU")
+        raise Refusal("a part of the model's weights is in main memory, and with two GPUs each one needs all of them")
 
 
 def served_of(answer: Answer) -> Served:

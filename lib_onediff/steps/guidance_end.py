@@ -23,8 +23,8 @@ from ..core.table import Stopwatch
 # Reasons, for users, why the policy does not apply.
 UNKNOWN_ROWS = "it is unknown which part of the batch belongs to the negative prompt"
 SEVERAL_CALLS = (
-    "besides one prompt and its negative prompt, each step computes other prompts (AND, regions), or calls that an "
-    "extension adds (PAG)"
+    "besides one prompt and its negative prompt, each step computes other prompts (AND, regions), or extra passes of "
+    "an extension (PAG)"
 )
 UNLIKE_HALVES = "prompt and negative prompt are computed from different latents (by an extension or a script?)"
 # A step that is earlier than the setting by this fraction of the sampling counts as late enough, because the fractions

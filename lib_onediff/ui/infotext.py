@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import Field, replace
+from dataclasses import Field, fields, replace
 from typing import Any
 
 from ..core.settings import (
@@ -150,12 +150,14 @@ def read_changes(text: str) -> dict[str, Any]:
 def value_of(name: str, word: str, options: Mapping[str, Field[Any]]) -> Any:
     """The value that a word means for an option of a run, with the option's type. name: the option's name as words_in
     gives it, which may be unknown. options: those of a run, by name. Raises ValueError with a sentence for an unknown
-    option or preset, and for a wrong value."""
+    option or preset, for an option that is a setting only, and for a wrong value."""
     if name == SPEED:
         # words_in has replaced the presets that exist: this raises, with the names of those.
         preset_of(word)
     if name not in options:
-        raise ValueError(f"OneDiff has no option {name!r} for a run.{did_you_mean(name, options)}")
+        if any(option.name == name for option in fields(Settings)):
+            raise ValueError(f"OneDiff option {name} cannot be set for a single image: use Settings > OneDiff.")
+        raise ValueError(f"OneDiff has no option {name!r}.{did_you_mean(name, options)}")
     try:
         return parse_value(options[name], word)
     except ValueError:

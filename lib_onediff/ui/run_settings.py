@@ -64,7 +64,9 @@ def settings_of_parts(used: bool | dict[str, Any], preset: Any, changes: Any, st
     if preset and preset != AS_IN_SETTINGS:
         settings = with_preset(settings, preset)
     if not isinstance(changes, str | None):
-        raise ValueError(f"OneDiff's third script argument is a text such as {EXAMPLE!r}, not {changes!r}.")
+        raise ValueError(
+            f"OneDiff's third script argument, the extra options, is a text such as {EXAMPLE!r}, not {changes!r}."
+        )
     changed = [read_changes(changes or ""), used if isinstance(used, dict) else {"enabled": used}]
     for values in changed:
         settings = settings.for_run(values)

@@ -118,7 +118,9 @@ class BoundNetwork:
         """The binding to the module's layers, as refresh() or layout_now() has read them last; see has_binding. Raises
         Refusal before the first reading, after release(), and if the last reading gave no layout."""
         if self._binding is None:
-            raise Refusal("OneDiff has not read this model's weights yet; it does so in the model's next step")
+            raise Refusal(
+                "OneDiff has not read this model's weights yet: it reads them in the next step with this model"
+            )
         return self._binding
 
     def exactly(self, host: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -134,8 +136,8 @@ class BoundNetwork:
         forget_baseline); the next refresh makes them again. Also raises Refusal without a binding."""
         if self.binding.away and self.streaming is None:
             raise Refusal(
-                "a part of the model's weights is in main memory; OneDiff has just freed its GPU buffers for them, and "
-                "will make them again"
+                "a part of the model's weights is in main memory; OneDiff has just freed the GPU memory that it copies "
+                "them to, and allocates it again in the next step"
             )
         return self.streaming
 

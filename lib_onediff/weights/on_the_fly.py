@@ -183,7 +183,10 @@ class OnTheFly:
         """`applied`, for a forward that is launched now. None if the host computes with the parameters as they are.
         Raises Refusal if tensors are needed, and drop() has freed them since the last refresh."""
         if self.applied is None and self._is_needed:
-            raise Refusal("OneDiff has freed its copies of LoRAs to make room on the GPU, and will make them again")
+            raise Refusal(
+                "OneDiff has just freed its copies of LoRAs or weights to make room on the GPU, and makes them again "
+                "in the next step"
+            )
         return self.applied
 
     def marks(self, binding: Binding) -> tuple[str, ...]:
@@ -298,9 +301,10 @@ class AppliedFunctions:
         written_over = sum(tensor.nbytes for tensor in self._before.values())
         if needed > left + written_over:
             raise Refusal(
-                "a LoRA or an extension changes weights on the fly, and OneDiff's copies of them need "
-                f"{math.ceil(needed / MEBIBYTE)} MiB, but only {max(0, left + written_over) // MEBIBYTE} MiB are free "
-                "for them: raise 'Graph memory in MiB', free VRAM, or let the WebUI merge the LoRA"
+                "a LoRA (LoHa, LoKr, DoRA) or an extension changes weights on the fly, and OneDiff's copies of these "
+                f"weights need {math.ceil(needed / MEBIBYTE)} MiB, but only "
+                f"{max(0, left + written_over) // MEBIBYTE} MiB are free: raise 'Graph memory in MiB', free VRAM, or "
+                "let the WebUI merge LoRAs (Forge: 'Diffusion in Low Bits' without 'fp16 LoRA')"
             )
 
     def _fit_updates(self, name: str, group: Mapping[str, WeightFunctions], weights: Weights) -> None:

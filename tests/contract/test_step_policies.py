@@ -185,7 +185,7 @@ def test_the_last_half_of_the_steps_skips_the_negative_prompt(host: Host, images
 
 @family
 @pytest.mark.parametrize(("marks", "options", "reason"), [
-    ([1, 0, 0], {}, "several prompts, areas"), ([0], {}, "one after the other"), ([1], {}, "one after the other"),
+    ([1, 0, 0], {}, "several prompts, areas"), ([0], {}, "separate calls"), ([1], {}, "separate calls"),
     ([1, 0], {"sigmas": None}, "does not say"), ([1, 0], {"cond_or_uncond": None}, "does not say"),
     ([1, 0, 1, 0], {"cond_or_uncond": [1, 0]}, "neither the prompt nor"),
 ])
@@ -202,7 +202,7 @@ def test_the_negative_prompt_is_not_skipped_if_the_options_do_not_identify_the_p
 
 @a1111
 @pytest.mark.parametrize(("conds", "negatives", "batch", "reason"), [
-    (2, 1, 3, "AND joins several prompts"), (1, 1, 1, "one after the other"), (1, 1, 3, "neither the prompt nor"),
+    (2, 1, 3, "AND joins several prompts"), (1, 1, 1, "separate calls"), (1, 1, 3, "neither the prompt nor"),
     (1, 1, 2, "other prompts"), (0, 0, 2, "own sampling loop"),
 ])
 def test_the_negative_prompt_is_not_skipped_if_the_callback_of_a1111_does_not_describe_the_rows(

@@ -11,7 +11,7 @@ from builders import SMALL, SMALL_XL
 from samplings import FORECAST, STEPS, WHOLE, Samplings
 from torch import Tensor
 
-from lib_onediff.core.sampling import OTHER_SAMPLER, UNKNOWN_SAMPLER, Sampling
+from lib_onediff.core.sampling import FEW_STEPS, OTHER_SAMPLER, UNKNOWN_SAMPLER, Sampling
 from lib_onediff.core.settings import DEEPCACHE_OPTIONS
 from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.families.unet.patch_points import PatchPoints
@@ -95,7 +95,7 @@ def test_every_sampling_begins_with_computed_steps() -> None:
 SAMPLINGS: list[tuple[dict[str, Any], str]] = [
     ({"why_no_forecast": lambda: OTHER_SAMPLER}, OTHER_SAMPLER), ({"why_not": "it jumps"}, "it jumps"),
     ({"why_no_forecast": Sampling().why_no_forecast}, UNKNOWN_SAMPLER),
-    ({"times": STEPS[:9]}, "the sampling has fewer than 10 steps"),
+    ({"times": STEPS[:9]}, FEW_STEPS),
 ]
 
 

@@ -164,6 +164,12 @@ def test_the_changes_field_accepts_names_of_options_and_labels_of_the_settings_t
     assert infotext.read_changes(text) == expected
 
 
+@pytest.mark.parametrize("name", ["memory_budget", "prewarm", "second_gpu"])
+def test_an_option_for_all_images_gets_a_sentence_that_names_the_settings(name: str) -> None:
+    with pytest.raises(ValueError, match=f"option {name} cannot be set for a single image: use Settings > OneDiff"):
+        infotext.read_changes(f"{name} 1")
+
+
 def test_a_presets_name_is_read_as_its_options_and_written_for_them() -> None:
     """The name is written for settings that equal the preset. An unknown name raises ValueError."""
     expected = {**with_preset(Settings(), FAST).changed_from(Settings()), "low_bit": "fp8"}

@@ -243,6 +243,17 @@ def test_launches_without_a_compiled_kernel_are_refused(card: Any) -> None:
         tokens.geglu(torch.zeros(2, 40, dtype=torch.float16))
 
 
+def test_a_missing_kernel_is_blamed_on_the_driver_only_if_a_newer_driver_would_load_it() -> None:
+    """A kernel for compute capability 8.9 alone, whose PTX needs a driver for CUDA 12.4."""
+    kernels = archive.manifest().kernels
+    name = next(name for name, by_architecture in kernels.items() if list(by_architecture) == ["89"])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(archive, "key_name", lambda key: name)
+        for capability, said in (((8, 9), "needs a newer NVIDIA driver"), ((8, 6), "no kernel “.*” for this GPU")):
+            with pytest.raises(Refusal, match=f"{said}.*driver for CUDA 12.3.*the image is right"):
+                archive.variant((), capability, (12, 3))
+
+
 @pytest.mark.parametrize(("status", "kind"), [(2, torch.cuda.OutOfMemoryError), (218, RuntimeError)])
 @pytest.mark.parametrize("call", ["cuModuleLoadData", "cuLaunchKernel"])
 def test_errors_of_the_driver_are_raised_with_its_reason(
@@ -406,7 +417,7 @@ def test_changed_bytes_anywhere_in_the_archive_are_found(card: Any, damaged: Pat
             assert archive.text_of(name) == contents[name]
         except Refusal as reason:
             refused += 1
-            assert str(reason).startswith("OneDiff's file of kernels cannot be read (")
+            assert str(reason).startswith("OneDiff's compiled GPU code (kernels.zip) cannot be read (")
             assert str(reason).endswith("): install OneDiff again")
     assert refused or "install OneDiff again" in str(launching.why_not(GPU))
 
@@ -427,7 +438,9 @@ def test_an_archive_that_cannot_be_read_is_opened_once_and_the_next_backend_comp
     for _ in range(3):
         found = devices.candidates(Settings(), GPU, torch.float16, is_warm_up=False)
         assert [one.name for one in found.devices] == ["eager"]
-        assert found.reason == "OneDiff's file of kernels cannot be read (gone): install OneDiff again"
+        assert found.reason == (
+            "OneDiff's compiled GPU code (kernels.zip) cannot be read (gone): install OneDiff again"
+        )
     assert reads == [1]
 
 

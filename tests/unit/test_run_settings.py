@@ -47,7 +47,7 @@ def test_a_wrong_first_argument_is_refused_in_one_line(argument: Any) -> None:
     (None, 3, "third script argument"), ("", {"low_bit": "int8"}, "third script argument"),
     (BALANCED, "speed 9", "no preset '9'"),
     ("Quality first", "", "no preset 'Quality first'"), (BALANCED, "verify off", "no option 'verify'"),
-    (BALANCED, "deepcache_interval 99", "it takes 1 to 20"), (BALANCED, "memory_budget 9", "no option"),
+    (BALANCED, "deepcache_interval 99", "it takes 1 to 20"), (BALANCED, "memory_budget 9", "use Settings > OneDiff"),
 ])
 def test_a_wrong_preset_or_wrong_extra_options_are_refused_in_one_line(preset: Any, changes: Any, says: str) -> None:
     """changes: the extra options. says: a part of the line."""

@@ -23,6 +23,7 @@ from lib_onediff.core.settings import Settings
 from lib_onediff.core.version import NEWEST_TORCH
 from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.runtime.runtime import Runtime, runtime
+from lib_onediff.runtime.services import TRAINING
 from lib_onediff.weights.scan import HostTraits
 
 
@@ -66,7 +67,7 @@ def test_a_unet_that_was_not_adopted_or_was_released_is_computed_by_the_host(new
     undone."""
     unet = diffusers_unet()
     assert host_runs(new_runtime, unet, a_call(unet)) == 1
-    assert new_runtime.status()["reason"] == "OneDiff is not switched on for this UNet"
+    assert new_runtime.status()["reason"] == "OneDiff is not switched on for this model"
     new_runtime.adopt(unet)
     host_runs(new_runtime, unet, a_call(unet))
     assert new_runtime.status()["route"] == "plain"
@@ -156,7 +157,7 @@ def test_a_call_that_records_gradients_is_computed_by_the_host_and_backward_work
     call = a_call(unet)
     unet(call.latent, call.timestep, call.context).sample.sum().backward()
     assert unet.conv_in.weight.grad.abs().sum() > 0
-    assert (route(), reason()) == ("host", "PyTorch records gradients, as for training (use torch.inference_mode())")
+    assert (route(), reason()) == ("host", TRAINING)
     served(unet, call)
     assert route() == "plain"
 

@@ -175,7 +175,7 @@ def test_a_cell_whose_option_has_no_effect_because_onediff_is_off_gets_a_comment
 
 
 @pytest.mark.parametrize(("name", "text", "part"), [
-    ("backend", "eager, warp", "not 'warp'"), ("low_bit_only", "on, maybe", "is on or off, not 'maybe'"),
+    ("backend", "eager, warp", "not 'warp'"), ("low_bit_only", "on, maybe", "must be on or off, not 'maybe'"),
     ("deepcache_interval", "1, 0", "from 1"), ("deepcache_interval", " , ", "no values"),
     ("skip_negative_after", "100", "100"), ("low_bit_budget", "nan", "nan"),
     (xyz.PRESET, "Balanced, Best", "no preset 'Best'"),

@@ -3,21 +3,25 @@ from __future__ import annotations
 
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from builders import CONTEXT_WIDTH, randomise, relative_error
 from graph_builders import PretendedGraphs
-from ladder_builders import NATIVE
+from ladder_builders import NATIVE, ONEFLOW
 from left_to_the_host import IN_BLOCK, IN_CALL, IN_CONFIG, check_left_to_the_host
 from own_forward import own_forward
 from torch import Tensor, nn
 
 import lib_onediff
 from lib_onediff.core.leaves import names_of
+from lib_onediff.devices.oneflow.gate import OneFlowGate
+from lib_onediff.devices.oneflow.route import NOT_A_UNET, OneFlow
 from lib_onediff.families.registry import FAMILIES
+from lib_onediff.hosts.diffusers.unet import UNKNOWN_HALVES
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.steps.registry import step_policies
 
 code = pytest.importorskip("diffusers.models.transformers.transformer_z_image", reason="needs diffusers 0.36")
 CHANNELS = 4
@@ -132,6 +136,27 @@ def test_the_images_of_a_z_image_pipeline_are_close_to_those_of_diffusers() -> N
     status = lib_onediff.status()
     assert (status["route"], status["vae"]["route"]) == ("plain", "ours"), status["reason"]
     lib_onediff.uncompile_pipe(pipe)
+
+
+@torch.no_grad()
+def test_the_negative_prompt_of_z_image_is_computed_with_a_reason_that_names_no_separate_calls() -> None:
+    """diffusers' pipeline computes the prompt and the negative prompt in one call."""
+    runtime.stepping.policies = step_policies()
+    unet = lib_onediff.compile_unet(network(), skip_negative_after=50)
+    times = [1 - step / 16 for step in range(16)]
+    with lib_onediff.sampling(unet, times):
+        for time in times:
+            unet(**{**call(), "t": torch.full((2,), 1 - time)})
+    assert UNKNOWN_HALVES in lib_onediff.status()["guidance"]["reason"]
+
+
+def test_oneflow_is_not_tried_for_z_image_and_stays_usable_for_other_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OneFlow lacks operators that a transformer needs, and one graph that fails would switch it off for all models."""
+    monkeypatch.setattr(OneFlowGate, "why_not", lambda *given: None)
+    ours(lib_onediff.compile_unet(network(), backend="oneflow"), call())
+    assert NOT_A_UNET in lib_onediff.status()["reason"]
+    device = cast("OneFlow", runtime.devices.named(ONEFLOW))
+    assert (device.failure, device.count) == ("", 0)
 
 
 def test_units_of_z_image_name_every_layer_once() -> None:

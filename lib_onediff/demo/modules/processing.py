@@ -140,7 +140,7 @@ def process_images(p: StableDiffusionProcessingTxt2Img) -> Processed:
         if side % p.sd_model.side_step:
             raise Refusal(f"{name} is {side}; it must be a multiple of {p.sd_model.side_step}.")
     if max(len(p.prompt), len(p.negative_prompt)) > LONGEST_PROMPT:
-        raise Refusal(f"A prompt must have {LONGEST_PROMPT} characters at most.")
+        raise Refusal(f"The prompt and the negative prompt must have {LONGEST_PROMPT} characters at most each.")
     seed = random.SystemRandom().randrange(2**32) if p.seed == -1 else p.seed
     p.all_seeds = [seed + index for index in range(p.batch_size * p.n_iter)]
     p.scripts.in_generation("process", p)
@@ -216,7 +216,7 @@ def make_scheduler(name: str, base: Any, seeds: list[int]) -> Any:
 
     known = samplers_of(base)
     if name not in known:
-        raise Refusal(f"There is no sampler {name!r} for this model; there are {', '.join(known)}.")
+        raise Refusal(f"There is no sampler {name!r} for this model; choose from {', '.join(known)}.")
     scheduler, arguments = known[name]
     # from_config ignores arguments that a scheduler does not have; only DPM++ SDE has noise_sampler_seed.
     arguments = {"use_karras_sigmas": False, "noise_sampler_seed": seeds, **arguments}
@@ -334,15 +334,17 @@ def as_in(component: Any, value: Any) -> Any:
     if isinstance(component, gr.Dropdown) and not component.allow_custom_value:
         known = [choice for _, choice in component.choices]
         if value not in known:
-            raise Refusal(f"{component.label}: {value!r} is not a choice here; it stays as it is.")
+            raise Refusal(f"{component.label}: {value!r} is not a choice here; the value on the page stays.")
     if not isinstance(component.value, (int, float)) or isinstance(value, bool):
         return value
     try:
         number = float(value)
     except ValueError:
-        raise Refusal(f"{component.label}: {value!r} is not a number; it stays as it is.") from None
+        raise Refusal(f"{component.label}: {value!r} is not a number; the value on the page stays.") from None
     least = component.minimum
     most = component.maximum
     if not least <= number <= most:
-        raise Refusal(f"{component.label} must be from {least} to {most}, not {number:g}; it stays as it is.")
+        raise Refusal(
+            f"{component.label} must be from {least} to {most}, not {number:g}; the value on the page stays."
+        )
     return number

@@ -23,6 +23,7 @@ from ...core.fields import mapped, tensors_of
 from ...core.inputs import cloned_inputs
 from ...core.key import ShapeKey
 from ...core.layer_weights import LayerWeights, Weights
+from ...core.leaves import AdaptiveNorm, NormedHeads, RMSNorm, SigmoidGate
 from ...core.operators import Operators
 from ...core.precision import HALF, ROUNDING_HALF_SUMS
 from ...core.refusal import Refusal
@@ -32,8 +33,8 @@ from .gate import OneFlowGate, brief
 
 log = logging.getLogger("onediff")
 
-# The dimensions of a UNet's latent: batch, channels, height, width.
-IMAGE_DIMENSIONS = 4
+# Layers that OneFlowOperators cannot compute.
+NO_OPERATOR = (RMSNorm, AdaptiveNorm, NormedHeads, SigmoidGate)
 # The largest number of graphs: a graph's memory is kept until the process ends.
 MOST_GRAPHS = 8
 # Reasons of Refusals. TOO_MANY: with the number of graphs; FAILED: with the compiler's message; STRIDED: with the path
@@ -45,6 +46,9 @@ TOO_MANY = (
 FAILED = "OneFlow failed to compile ({}), and a second try could crash the WebUI: restart it to use OneFlow"
 COMPILING = "OneFlow is compiling for this size in the background"
 COMPILING_ANOTHER = "OneFlow is compiling for another size in the background, and can run nothing until it is done"
+NOT_A_UNET = (
+    "OneFlow supports only models with a UNet, such as SD 1.5 and SDXL: for this model, set 'Backend' to auto"
+)
 STRIDED = "OneFlow cannot use {}, whose weights the WebUI keeps in channels-last memory order"
 # Environment variables that OneFlow reads.
 ONEFLOW_MATMUL = "ONEFLOW_MATMUL_ALLOW_HALF_PRECISION_ACCUMULATION"
@@ -118,9 +122,9 @@ class OneFlow(Device):
             raise Refusal(lack)
         self._variables = oneflow_variables(settings)
 
-    def refuse_call(self, call: Call, weight_marks: Sequence[str]) -> None:
+    def refuse_call(self, call: Call, weight_marks: Sequence[str], kernel_users: Sequence[Any]) -> None:
         """Raise Refusal, with the reason, if OneFlow cannot compute this call. It serves whole UNets with plain
-        weights, on the device of its first graph. weight_marks: see Device.refuse_call."""
+        weights, on the device of its first graph. weight_marks, kernel_users: see Device.refuse_call."""
         if weight_marks:
             # Its graphs contain the addresses of the stored weights, and read these as they are.
             raise Refusal(f"the backend {self.name} does not support {' and '.join(weight_marks)}")
@@ -132,8 +136,9 @@ class OneFlow(Device):
             raise Refusal("OneFlow cannot compute the steps that DeepCache shortens")
         if call.additions:
             raise Refusal(f"OneFlow does not support {', '.join(call.additions)}")
-        if call.latent.dim() != IMAGE_DIMENSIONS:
-            raise Refusal("OneFlow supports only models with a UNet, such as SD 1.5 and SDXL")
+        # One failed graph would switch OneFlow off for all networks (failure), so none is tried for a transformer.
+        if any(isinstance(layer, NO_OPERATOR) for layer in kernel_users):
+            raise Refusal(NOT_A_UNET)
 
     def allowed_error(self, dtype: torch.dtype) -> float:
         """The relative error up to which OneFlow's output counts as correct: that of float16 sums for float16,

@@ -144,8 +144,8 @@ def low_rank_update(layer: Any, module: Any) -> LowRankUpdate:
             scale = module.multiplier() * module.calc_scale()
             return LowRankUpdate(up.flatten(1), down.view(len(down), *weight.shape[1:]), scale)
     raise Refusal(
-        f"{module.network.name} is not a plain LoRA, and the WebUI's old LoRA method is on, with which OneDiff "
-        "supports plain ones only: switch it off (Settings, Compatibility)"
+        f"{module.network.name} is not a plain LoRA, and with the WebUI's old LoRA method OneDiff supports only plain "
+        "ones: switch off 'Lora/Networks: use old method ...' (Settings, Compatibility)"
     )
 
 

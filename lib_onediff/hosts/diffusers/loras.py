@@ -107,7 +107,10 @@ class LoraReader:
         """
         if not isinstance(scale, Real) or not math.isfinite(scale) or scale == 0:
             # After a scale of 0, diffusers cannot restore the adapters' weights.
-            raise Refusal("the pipeline's LoRA scale is 0 or not a number: to use no LoRA, call pipe.disable_lora()")
+            raise Refusal(
+                "the pipeline's LoRA scale is 0 or not a finite number: set another scale, or call "
+                "pipe.disable_lora() to use no LoRA"
+            )
         if scale != 1:
             # Some releases of diffusers set the scale only after they have computed these layers.
             early = [unet.conv_in, *unet.time_embedding.children()]

@@ -157,7 +157,10 @@ def check_size(folder: Path, kind: Any, config: dict[str, Any], names: list[str]
             network = kind(text_config(kind, config)) if is_text_encoder(kind) else kind.from_config(config)
         if sum(parameter.numel() for parameter in network.parameters()) <= FEWER_WEIGHTS * held:
             return
-    raise Refusal(f"config.json in {folder.name} describes a much larger network than there are weights for.")
+    raise Refusal(
+        f"config.json in {folder.name} describes a much larger network than there are weights for, so the model is not "
+        "loaded. Copy the model folder again."
+    )
 
 
 def most_in(value: Any, name: str, folder: Path) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.attempt import Attempt, HostFunction
-from ...core.call import APART, Call, PromptRows, half_of
+from ...core.call import Call, PromptRows, half_of
 from ...core.inputs import rows_within
 from ...core.refusal import Refusal, unsupported_inputs, unsupported_model
 from ...core.settings import Settings
@@ -204,7 +204,7 @@ class DiffusersForward(ModuleForward):
         (host). given: the call's arguments by name. Raises Refusal if the rows are unknown, as for every network that
         is not a UNet."""
         if "sample" not in given:
-            raise Refusal(APART)
+            raise Refusal(UNKNOWN_HALVES)
         rows = rows_of_prompt(self.pipeline(), given["sample"])
         alone = arguments_of_prompt(given, rows)
         return PromptRows(rows, lambda: sample_of(host, unet, alone))

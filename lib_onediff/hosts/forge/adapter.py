@@ -424,6 +424,6 @@ def check_storage(unet: Any) -> None:
     if stored != computed and not (stored in (*STORED_DTYPES, *STORED_TYPES) and computed in BOUND_DTYPES):
         stored, computed = (str(kind).removeprefix("torch.") for kind in (stored, computed))
         raise Refusal(
-            f"the UNet is stored as {stored} and computed in {computed}, which OneDiff does not support: change "
-            "'Diffusion in Low Bits', or the WebUI's command-line options"
+            f"the UNet is stored as {stored} and computed in {computed}, which OneDiff does not support: set "
+            f"'Diffusion in Low Bits' to Automatic, or use another file if this one is in {stored} itself"
         )

@@ -31,8 +31,8 @@ Result = TypeVar("Result")
 CARD_IS_FULL = "the GPU's memory is nearly full: this size gets its CUDA graph once there is room"
 NO_ROOM_BESIDE = "'Graph memory in MiB' is too small for CUDA graphs with functions of other extensions: raise it"
 PINNED_TAKE_IT = (
-    "pinned sizes of another model, or copies of weights, take up 'Graph memory in MiB': raise it, or unpin sizes "
-    "(OneDiff tab, Cache)"
+    "OneDiff computes this size without a CUDA graph (slower), because pinned sizes of another model, or its copies of "
+    "weights, take up 'Graph memory in MiB': raise it, or unpin sizes (OneDiff tab, Cache)"
 )
 # The peak of a VAE decoder's tensors, in values for each pixel of the image: a few feature maps of 256 channels at a
 # time around its norms and convolutions.

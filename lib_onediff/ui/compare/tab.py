@@ -45,7 +45,10 @@ from .viewer import gallery_of, images_of, viewer_data, viewer_html
 
 ELEM_ID = "onediff_compare"
 # Texts that the page always shows.
-EXPLAINED = "Generates the txt2img image (prompt, size, sampler, seed) twice, once with each setting."
+EXPLAINED = (
+    "Generates the txt2img image (prompt, size, sampler, seed), without hires fix and scripts, with the OneDiff "
+    "settings of the left and of the right column."
+)
 ONE_BY_ONE = "One comparison runs at a time; others wait in the list of jobs."
 # Messages with which a comparison is not queued.
 OFF_IN_TAB = "OneDiff is switched off in the settings. Switch it on there to compare."

@@ -137,7 +137,12 @@ def variant(
     ]
     if not serving:
         card = f"compute capability {written(capability)}, driver for CUDA {written(driver)}"
-        raise Refusal(f"OneDiff has no kernel “{name}” for this GPU ({card})")
+        if any(serves(one, capability) for one in by_architecture):
+            raise Refusal(
+                f"OneDiff's kernel “{name}” needs a newer NVIDIA driver than this one ({card}): update it; the image "
+                "is right, only slower"
+            )
+        raise Refusal(f"OneDiff has no kernel “{name}” for this GPU ({card}); the image is right, only slower")
     found = by_architecture[max(serving, key=number)]
     return found, text_of(found.file)[found.start:found.start + found.bytes] + b"\0"
 
@@ -199,14 +204,18 @@ def opened() -> Iterator[zipfile.ZipFile]:
             yield archive
     except DAMAGE as error:
         what = str(error) or type(error).__name__
-        raise Refusal(f"OneDiff's file of kernels cannot be read ({what}): install OneDiff again") from None
+        raise Refusal(
+            f"OneDiff's compiled GPU code (kernels.zip) cannot be read ({what}): install OneDiff again"
+        ) from None
 
 
 def check_sources() -> None:
     """Raise Refusal if the archive cannot be read, or was not compiled from the present sources: then its kernels might
     take other arguments."""
     if manifest().digest != digest_of_sources():
-        raise Refusal("OneDiff's file of kernels belongs to another version of OneDiff: install OneDiff again")
+        raise Refusal(
+            "OneDiff's compiled GPU code (kernels.zip) belongs to another version of OneDiff: install OneDiff again"
+        )
 
 
 @functools.cache
