@@ -78,7 +78,7 @@ def test_steps_with_additional_calls_compute_all_rows() -> None:
     for time in STEPS:
         call = ours.call(time)
         assert ours.run(call)[0] == ours.run(call, refusing("several prompts"))[0] == WHOLE
-    assert ours.run(ours.call(1.0))[0] == WHOLE and "calls that an extension adds" in ours.reason
+    assert ours.run(ours.call(1.0))[0] == WHOLE and "extra passes of an extension" in ours.reason
     ours.begin()
     assert ours.sample() == steps(1)
 

@@ -28,7 +28,9 @@ from .accounting import SMALL_THINGS, Holdings, PoolKey, fits, memory_of, needs_
 log = logging.getLogger("onediff")
 Result = TypeVar("Result")
 # Reasons, for users, why a shape has no graph: for now (Entry.waits), for good (Entry.no_graph), and for now.
-CARD_IS_FULL = "the GPU's memory is nearly full: this size gets its CUDA graph once there is room"
+CARD_IS_FULL = (
+    "the GPU's memory is nearly full: OneDiff computes this size without a CUDA graph (slower) until there is room"
+)
 NO_ROOM_BESIDE = "'Graph memory in MiB' is too small for CUDA graphs with functions of other extensions: raise it"
 PINNED_TAKE_IT = (
     "OneDiff computes this size without a CUDA graph (slower), because pinned sizes of another model, or its copies of "
