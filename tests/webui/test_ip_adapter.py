@@ -63,7 +63,7 @@ PLAIN = Unit("ip-adapter", changes={"weight": 0.8})
 PLUS = Unit("ip-adapter-plus", changes={"weight": 0.8})
 SECOND = Unit("ip-adapter", 2, changes={"weight": 0.5})
 MASKED = Unit("ip-adapter", masked=True)
-HALF_THE_STEPS = {"skip_negative_after": 50}
+HALF_THE_STEPS = {"guidance_end": 0.5}
 IP_ADAPTERS = [
     Case("IP-Adapter", (PLAIN,)),
     Case("Plus", (PLUS,)),
