@@ -61,7 +61,7 @@ class Trial:
         """The schedule with `whole` and `slope`; `interval` and `depth` are not used. total: the number of steps of the
         sampling."""
         self.kind = kind
-        return Schedule(tuple(sorted(self.whole)), total, self.slope)
+        return Schedule(tuple(sorted(self.whole)), total, self.slope, self.slope)
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from operator import neg
 from typing import NamedTuple
 
@@ -36,8 +37,6 @@ FOREIGN_TIMES = (
     "sampler's"
 )
 UNEQUAL_TIMES = "the images of this batch are at different steps (by an extension or a script?)"
-OTHER_SAMPLER = "it works only with the samplers Euler and DDIM, without added noise"
-UNKNOWN_SAMPLER = "the sampler is unknown"
 # The timesteps of the sampling of a warm-up: enough steps for every policy to be active.
 WARM_UP_TIMES = range(1000, 0, -1)
 
@@ -127,6 +126,22 @@ def time_of(timestep: Tensor) -> float | None:
     return float(times[0]) if times and min(times) == max(times) else None
 
 
+class Solver(Enum):
+    """How a sampler gets from one step to the next. Policies decide by it whether values of the network that change
+    from step to step may be extrapolated.
+
+    FIRST_ORDER: by one output of the network, without added noise (Euler; DDIM at eta 0).
+    MULTISTEP: by one new output and those of the steps before, without added noise (DPM++ 2M).
+    OTHER: with added noise, or with more than one call of the network a step, or in a way that was not measured.
+    UNKNOWN: the sampler is unknown.
+    """
+
+    FIRST_ORDER = "first order"
+    MULTISTEP = "multistep"
+    OTHER = "other"
+    UNKNOWN = "unknown"
+
+
 class Position(NamedTuple):
     """The position of a call in its sampling.
 
@@ -150,15 +165,14 @@ class Sampling:
     why_not: why every step must compute the whole network, in one line for the user; "" if policies may decide.
     read: returns the timestep of a call as a number, given its tensor (batch,); None if the rows differ. A host that
         knows the number passes a function that does not wait for the GPU. The default, time_of, waits.
-    why_no_forecast: returns why an output cannot be extrapolated from earlier ones, in one line for the user; "" for
-        first-order samplers without added noise. The answer may change from call to call.
+    solver: returns how the sampler gets from step to step. The answer may change from call to call.
     guidance_scale: the CFG scale; 1 if the guidance is built into the network; None if unknown.
     """
 
     times: Callable[[], Sequence[float] | None] = lambda: None
     why_not: str = ""
     read: Callable[[Tensor], float | None] = time_of
-    why_no_forecast: Callable[[], str] = lambda: UNKNOWN_SAMPLER
+    solver: Callable[[], Solver] = lambda: Solver.UNKNOWN
     guidance_scale: float | None = None
     _timeline: Timeline | None = field(default=None, init=False)
     _sampling_run: object = field(default_factory=object, init=False)

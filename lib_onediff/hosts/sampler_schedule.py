@@ -12,14 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.sampling import Sampling
+from ..core.sampling import Sampling, Solver
 from ..runtime.runtime import runtime
-from .schedule import HostMethod, replace_next_call, why_no_forecast
+from .schedule import HostMethod, replace_next_call
 
 # Samplers that call the UNet at every timestep except the lowest.
 ALL_BUT_THE_LOWEST = ("ddim", "ddim_cfgpp", "plms")
-# First-order samplers that add no noise between steps (DDIM: at eta 0).
-FIRST_ORDER = ("sample_euler", "ddim")
+# The Solver of samplers that add no noise between steps (DDIM: at eta 0), by the names of their functions.
+SOLVERS = {
+    "sample_euler": Solver.FIRST_ORDER, "ddim": Solver.FIRST_ORDER, "sample_dpmpp_2m": Solver.MULTISTEP,
+    "": Solver.UNKNOWN,
+}
 # Why step policies are inactive with Forge's DDIM and PLMS and a flow model, such as Anima: a reason for users.
 OTHER_TIMESTEPS = "OneDiff cannot follow the steps of DDIM and PLMS with this model: use another sampler, such as Euler"
 
@@ -61,8 +64,8 @@ def sampling_of(p: Any) -> Sampling:
     name = getattr(function, "__name__", "")
     takes = inspect.signature(function).parameters if callable(function) else ()
     adds_noise = "eta" in takes and eta_of(p) != 0
-    reason = why_no_forecast(name, name in FIRST_ORDER and not adds_noise)
-    known: dict[str, Any] = {"why_no_forecast": lambda: reason, "guidance_scale": guidance_scale_of(p, second_pass)}
+    solver = Solver.OTHER if adds_noise else SOLVERS.get(name, Solver.OTHER)
+    known: dict[str, Any] = {"solver": lambda: solver, "guidance_scale": guidance_scale_of(p, second_pass)}
     if "sigmas" in takes and hasattr(sampler, "get_sigmas"):
         if "s_churn" in takes and churn_of(p):
             return Sampling(why_not="the sampler's setting 'sigma churn' changes its timesteps")

@@ -1,12 +1,9 @@
-"""Functions for reading a sampling's schedule from any host: intercepting one call of one object, and the reason why
-outputs of a sampler cannot be extrapolated. sampler_schedule.py and diffusers/schedule.py use them."""
+"""Replaces one call of one object's method, for reading a sampling's schedule from any host."""
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
 from typing import Any
-
-from ..core.sampling import OTHER_SAMPLER, UNKNOWN_SAMPLER
 
 HostMethod = Callable[..., Any]
 
@@ -41,15 +38,3 @@ def replace_next_call(target: Any, method: str, replacement: Callable[..., Any])
 
 def nothing(*args: Any, **kwargs: Any) -> None:
     """Does nothing. replace_next_call passes it as `original` if the object is being deleted."""
-
-
-def why_no_forecast(sampler: str, is_first_order: bool) -> str:
-    """Why the network's output cannot be extrapolated from earlier steps with this sampler, in one line for the user;
-    "" if it can.
-
-    sampler: the sampler's name; "" if unknown, which is a reason of its own. is_first_order: whether each step of the
-    sampler uses one output of the network and adds no noise.
-    """
-    if not sampler:
-        return UNKNOWN_SAMPLER
-    return "" if is_first_order else OTHER_SAMPLER

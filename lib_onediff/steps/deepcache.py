@@ -118,7 +118,7 @@ class CacheSlot:
         `step` if its line has two tensors of the weights that computed the feature, else as it was computed. Another
         prompt's feature that has the slot is backed up.
 
-        slope: the factor on the line's slope (Schedule.slope). The feature must have been computed (made_at is not
+        slope: the factor on the line's slope (Schedule.slope_of). The feature must have been computed (made_at is not
             None).
         """
         content = None
@@ -220,8 +220,8 @@ class DeepCache:
         index = position.step.index
         schedule = self._schedule_of(kind, position.step.total, interval, depth)
         whole = index in schedule.whole
-        # If the sampler adds noise or has a higher order, features do not lie on a line, and the last one is reused.
-        slope = 0.0 if step_context.sampling.why_no_forecast() else schedule.slope
+        sampling = step_context.sampling
+        slope = schedule.slope_of(sampling.solver(), sampling.guidance_scale)
         # A line needs the feature of the whole step before this one.
         slot.drop_older(schedule.last_whole(index, before=whole and slope > 0))
         feature = slot.features.setdefault(prompt, CachedFeature())
@@ -248,7 +248,7 @@ class Passes:
     """Computes one call by a full or by a cached pass. A new object for each call.
 
     memory: what DeepCache keeps for the network. depth: see core.call.Cut. slot: of the call's shape. feature: that of
-    the call's prompt, one of slot.features. slope: the factor on the slope of the feature's line (Schedule.slope); 0
+    the call's prompt, one of slot.features. slope: the factor on the slope of the feature's line (Schedule.slope_of); 0
     reuses the last feature as it is.
     """
 

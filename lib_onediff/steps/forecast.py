@@ -17,12 +17,16 @@ from ..core.call import PATCHED
 from ..core.image import FORECAST
 from ..core.policy import Answer, Compute, StepContext, StepMemory
 from ..core.refusal import Refusal
+from ..core.sampling import Solver
 from ..core.settings import DEEPCACHE_OPTIONS, Settings
 from ..core.table import Stopwatch
 from .deepcache import Line
 from .prompts import Prompts
 from .schedules import TRANSFORMER, schedule_for
 
+# Reasons, for users, why the policy does not apply.
+OTHER_SAMPLER = "it works only with the samplers Euler and DDIM, without added noise"
+UNKNOWN_SAMPLER = "the sampler is unknown"
 # The number of steps at the beginning that are always computed: the output changes most there.
 FIRST_COMPUTED = 3
 # Given to schedule_for as the kind of network. No kind has this name, so that the DeepCache authors' rule applies: the
@@ -93,9 +97,9 @@ class Forecast:
         if step_context.is_warm_up or options != DEEPCACHE_OPTIONS:
             raise Refusal("")
         position = step_context.position()
-        no_line = step_context.sampling.why_no_forecast()
-        if no_line:
-            raise Refusal(no_line)
+        solver = step_context.sampling.solver()
+        if solver is not Solver.FIRST_ORDER:
+            raise Refusal(UNKNOWN_SAMPLER if solver is Solver.UNKNOWN else OTHER_SAMPLER)
         outputs = step_context.memory_of(self.name, ForecastMemory)
         known = outputs.by_prompt[outputs.prompts.identify(call, position.time)]
         index = position.step.index

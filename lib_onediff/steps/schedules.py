@@ -13,6 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from ..core.sampling import Solver
+
 # The Family.schedule of transformers.
 TRANSFORMER = "transformer"
 # The slope of samplings without a searched schedule; see Schedule.
@@ -22,6 +24,12 @@ SLOPE = 0.5
 # scale of 7, it is less close, except with the searched schedule and a depth of 3.
 LARGER_SLOPE = 0.75
 FEWEST_STEPS_FOR_IT = 30
+# See Schedule.high_cfg_slope.
+HIGH_CFG_SCALE = 5.0
+# A multistep solver's largest slope, and the largest CFG scale at which it has one: it computes with differences of
+# outputs, which amplify the error of the line, as high CFG scales do. All measured: .readme/measurements.md.
+MULTISTEP_SLOPE = 0.5
+MULTISTEP_CFG_SCALE = 4.0
 # The exponent of the DeepCache authors' non-uniform schedule, and the step by which authors_whole_steps() lowers it.
 POWER = 1.4
 POWER_STEP = 0.02
@@ -36,11 +44,23 @@ class Schedule(NamedTuple):
     steps: the number of steps of the sampling.
     slope: the factor on the slope of the line by which the other steps extrapolate the deep feature; 0 reuses the last
         feature. Schedules with few whole steps have a smaller factor: the error of the line grows with the distance.
+    high_cfg_slope: the factor at CFG scales above HIGH_CFG_SCALE, which amplify the error of the line.
     """
 
     whole: tuple[int, ...]
     steps: int
     slope: float
+    high_cfg_slope: float
+
+    def slope_of(self, solver: Solver, cfg_scale: float | None) -> float:
+        """The factor on the slope in a sampling with this solver. cfg_scale: the sampling's CFG scale; an unknown one
+        (None) counts as high. 0 for a solver whose features do not lie on a line."""
+        scale = math.inf if cfg_scale is None else cfg_scale
+        if solver is Solver.FIRST_ORDER:
+            return self.high_cfg_slope if scale > HIGH_CFG_SCALE else self.slope
+        if solver is Solver.MULTISTEP and scale <= MULTISTEP_CFG_SCALE:
+            return min(self.slope, MULTISTEP_SLOPE)
+        return 0.0
 
     def last_whole(self, index: int, before: bool = False) -> int:
         """The index of the last whole step that is not later than the step `index`; 0 if there is none. before: of the
@@ -49,7 +69,7 @@ class Schedule(NamedTuple):
 
     def stretched(self, total: int, count: int) -> Schedule:
         """A new schedule for a sampling with `total` steps, of which `count` are whole (2 <= count <= total). In each
-        part of the sampling, its whole steps are as dense as here, and the slope is the same."""
+        part of the sampling, its whole steps are as dense as here, and the slopes are the same."""
         whole = self.whole
         found: list[int] = []
         for number in range(count):
@@ -59,7 +79,7 @@ class Schedule(NamedTuple):
             earliest = found[-1] + 1 if found else 0
             latest = total - count + number
             found.append(min(latest, max(earliest, round(index * (total - 1) / (self.steps - 1)))))
-        return Schedule(tuple(found), total, self.slope)
+        return self._replace(whole=tuple(found), steps=total)
 
 
 class Searched(NamedTuple):
@@ -90,8 +110,8 @@ def read_tables(path: Path) -> dict[str, list[Searched]]:
     for kind, schedules in json.loads(path.read_text(encoding="utf-8")).items():
         found[kind] = [
             Searched(
-                Schedule(tuple(one["whole"]), one["steps"], one["slope"]), one["interval"], one["serves_others"],
-                one["fewest_steps"], one["least_depth"],
+                Schedule(tuple(one["whole"]), one["steps"], one["slope"], one["high_cfg_slope"]), one["interval"],
+                one["serves_others"], one["fewest_steps"], one["least_depth"],
             ) for one in schedules
         ]
     return found
@@ -112,12 +132,12 @@ def schedule_for(kind: str, total: int, interval: int, depth: int) -> Schedule:
     step to the next, as set by the user. depth: the DeepCache depth: how many stages or blocks cached steps compute.
     """
     found = nearest_searched(kind, total, interval, depth)
-    slope = unsearched_slope(total, interval) if found is None else found.schedule.slope
+    slope = unsearched_slope(total, interval)
     count = whole_step_count(total, interval)
     if interval <= 1 or count >= total:
-        return Schedule(tuple(range(total)), total, slope)
+        return Schedule(tuple(range(total)), total, slope, slope)
     if found is None:
-        return Schedule(tuple(sorted(authors_whole_steps(total, interval) | {total - 1})), total, slope)
+        return Schedule(tuple(sorted(authors_whole_steps(total, interval) | {total - 1})), total, slope, slope)
     searched = found.schedule
     if found.interval == interval:
         # The searched share of whole steps. With one less of 32, images of emoji-dit lost 2 dB of PSNR.

@@ -15,7 +15,7 @@ from lib_onediff.core import sampling
 from lib_onediff.core.call import CACHED, FULL, PromptRows, half_of
 from lib_onediff.core.inputs import take_rows
 from lib_onediff.core.policy import StepMemory
-from lib_onediff.core.sampling import Sampling
+from lib_onediff.core.sampling import Sampling, Solver
 from lib_onediff.core.settings import Settings
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.families.registry import FAMILIES
@@ -193,7 +193,7 @@ class Samplings(Adopted):
         self.policy = policy
 
     def begin(self, times: Any = STEPS, **more: Any) -> None:
-        super().begin(times, **{"why_no_forecast": lambda: "", **more})
+        super().begin(times, **{"solver": lambda: Solver.FIRST_ORDER, **more})
 
     def call(self, time: float, **more: Any) -> UNetCall:
         """The call of a step, with equal latents for prompt and negative prompt. more: arguments of call_of, whose rows

@@ -13,9 +13,9 @@ from samplings import Oracle
 from torch import Tensor, nn
 
 from lib_onediff.core.refusal import Refusal
-from lib_onediff.core.sampling import Position, Sampling, Step, Timeline
+from lib_onediff.core.sampling import Position, Sampling, Solver, Step, Timeline
 from lib_onediff.families.unet.call import Control, UNetCall
-from lib_onediff.steps.schedules import TABLES, authors_whole_steps, nearest_searched, schedule_for
+from lib_onediff.steps.schedules import TABLES, Schedule, authors_whole_steps, nearest_searched, schedule_for
 
 SIZES = pytest.mark.parametrize("size", [(8, 8), (9, 11)], ids=["even", "odd"])
 DEPTHS = [("SD1", depth) for depth in (1, 3, 4, 7, 11)] + [("SDXL", depth) for depth in (1, 3, 8)]
@@ -171,6 +171,19 @@ def test_cached_steps_extrapolate_with_a_larger_slope_only_at_interval_2_with_30
     """slope: the share of the line through the last two deep features that a cached step follows; 0 reuses the last
     one. On emoji-sd with 10 steps, images with 0.75 were 1.8 dB less close to exact ones than with 0.5."""
     assert schedule_for("no table", total, interval, 1).slope == slope
+
+
+@pytest.mark.parametrize(("solver", "cfg_scale", "slope"), [
+    (Solver.FIRST_ORDER, 4.0, 0.75), (Solver.FIRST_ORDER, 5.0, 0.75), (Solver.FIRST_ORDER, 5.5, 0.25),
+    (Solver.FIRST_ORDER, None, 0.25), (Solver.MULTISTEP, 4.0, 0.5), (Solver.MULTISTEP, 4.5, 0.0),
+    (Solver.MULTISTEP, None, 0.0), (Solver.OTHER, 4.0, 0.0), (Solver.UNKNOWN, 4.0, 0.0),
+], ids=str)
+def test_the_slope_of_a_schedule_depends_on_the_solver_and_the_cfg_scale(
+    solver: Solver, cfg_scale: float | None, slope: float
+) -> None:
+    """The schedule has the slope 0.75, and 0.25 above a CFG scale of 5 or if the scale is unknown (None). A multistep
+    solver extrapolates up to a CFG scale of 4."""
+    assert Schedule((0, 1), 2, 0.75, 0.25).slope_of(solver, cfg_scale) == slope
 
 
 def test_the_deepcache_authors_schedule_has_as_many_full_passes_as_an_evenly_spaced_one() -> None:

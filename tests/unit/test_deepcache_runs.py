@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -26,9 +26,9 @@ from samplings import (  # noqa: F401
 )
 from torch import Tensor
 
-from lib_onediff.core.sampling import UNANNOUNCED
+from lib_onediff.core.sampling import UNANNOUNCED, Solver
 from lib_onediff.families.unet.call import Control
-from lib_onediff.steps.schedules import SLOPE
+from lib_onediff.steps.schedules import schedule_for
 
 # Names of prompts, one for each row of a call's batch: a prompt and a negative prompt.
 BOTH = ("cat", "ugly")
@@ -198,25 +198,34 @@ def test_release_memory_frees_the_features_so_that_the_next_step_is_a_full_pass(
 # --- extrapolated features ----------------------------------------------------------------------------------------
 
 
-def on_the_line(computed: list[tuple[int, Tensor]], step: int) -> Tensor:
+def on_the_line(computed: list[tuple[int, Tensor]], step: int, slope: float) -> Tensor:
     """The feature extrapolated to a step from the last two of `computed`, a list of (step, feature); the only one if
     there is one."""
     if len(computed) < 2:
         return computed[-1][1]
     (step_before, before), (step_last, last) = computed[-2:]
-    return last + SLOPE * (step - step_last) / (step_last - step_before) * (last - before)
+    return last + slope * (step - step_last) / (step_last - step_before) * (last - before)
 
 
 @pytest.mark.parametrize("config", [SMALL, SMALL_XL], ids=["SD1", "SDXL"])
-def test_cached_passes_use_the_extrapolated_feature_of_their_prompt(config: dict) -> None:
-    """Each output is compared with the Oracle's cached pass, whose feature is extrapolated from the last two of the
-    same prompt. Once there are two, the output differs from that with the last feature unchanged."""
-    rig = Rig(config)
-    rig.begin(STEPS[:11], why_no_forecast=lambda: "")
+@pytest.mark.parametrize(("solver", "interval", "slope"), [
+    (Solver.FIRST_ORDER, 3, 0.5), (Solver.FIRST_ORDER, 2, 0.75), (Solver.MULTISTEP, 3, 0.5), (Solver.MULTISTEP, 2, 0.5),
+    (Solver.OTHER, 2, 0.0), (Solver.UNKNOWN, 2, 0.0),
+], ids=str)
+def test_cached_passes_use_the_feature_of_their_prompt_extrapolated_as_the_sampler_allows(
+    config: dict[str, Any], solver: Solver, interval: int, slope: float
+) -> None:
+    """Each output of the first 12 of 30 steps, at a CFG scale of 4, is compared with the Oracle's cached pass, whose
+    feature is extrapolated from the last two of the same prompt. slope: the expected factor on the change between these
+    two; 0 uses the last feature unchanged."""
+    rig = Rig(config, deepcache_interval=interval)
+    times = [float(time) for time in range(990, 0, -33)]
+    rig.begin(times, solver=lambda: solver, guidance_scale=4.0)
     computed: dict[str, list[tuple[int, Tensor]]] = {"cat": [], "ugly": []}
-    for step, expected in enumerate(passes([0, 3, 6, 9, 10], 11)):
+    whole_steps = schedule_for("unet", 30, interval, 1).whole
+    for step, expected in enumerate(passes(whole_steps, 12)):
         for name in computed:
-            call = call_of(rig.unet, STEPS[step], [name])
+            call = call_of(rig.unet, times[step], [name])
             output = rig.run(call)
             assert rig.log[-1] == expected
             if expected == "full":
@@ -224,6 +233,7 @@ def test_cached_passes_use_the_extrapolated_feature_of_their_prompt(config: dict
                 computed[name].append((step, feature))
                 assert relative_error(output, whole) < 1e-5
             else:
-                assert relative_error(output, rig.oracle.shallow(call, on_the_line(computed[name], step))) < 1e-5
+                feature = on_the_line(computed[name], step, slope)
+                assert relative_error(output, rig.oracle.shallow(call, feature)) < 1e-5
                 reused = rig.oracle.shallow(call, computed[name][-1][1])
-                assert (relative_error(output, reused) > 1e-4) is (len(computed[name]) > 1)
+                assert (relative_error(output, reused) > 1e-4) is (slope > 0 and len(computed[name]) > 1)

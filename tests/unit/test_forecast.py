@@ -11,10 +11,11 @@ from builders import SMALL, SMALL_XL
 from samplings import FORECAST, STEPS, WHOLE, Samplings
 from torch import Tensor
 
-from lib_onediff.core.sampling import FEW_STEPS, OTHER_SAMPLER, UNKNOWN_SAMPLER, Sampling
+from lib_onediff.core.sampling import FEW_STEPS, Solver
 from lib_onediff.core.settings import DEEPCACHE_OPTIONS
 from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.families.unet.patch_points import PatchPoints
+from lib_onediff.steps.forecast import OTHER_SAMPLER, UNKNOWN_SAMPLER
 
 # Of 20 steps with interval 3: DeepCache's whole steps, the first three, and the last.
 WHOLE_OF_20 = {0, 1, 2, 3, 6, 9, 12, 16, 19}
@@ -93,13 +94,13 @@ def test_every_sampling_begins_with_computed_steps() -> None:
 
 
 SAMPLINGS: list[tuple[dict[str, Any], str]] = [
-    ({"why_no_forecast": lambda: OTHER_SAMPLER}, OTHER_SAMPLER), ({"why_not": "it jumps"}, "it jumps"),
-    ({"why_no_forecast": Sampling().why_no_forecast}, UNKNOWN_SAMPLER),
+    ({"solver": lambda: Solver.MULTISTEP}, OTHER_SAMPLER), ({"solver": lambda: Solver.OTHER}, OTHER_SAMPLER),
+    ({"solver": lambda: Solver.UNKNOWN}, UNKNOWN_SAMPLER), ({"why_not": "it jumps"}, "it jumps"),
     ({"times": STEPS[:9]}, FEW_STEPS),
 ]
 
 
-@pytest.mark.parametrize(("more", "why"), SAMPLINGS, ids=[why for _, why in SAMPLINGS])
+@pytest.mark.parametrize(("more", "why"), SAMPLINGS)
 def test_an_inactive_forecast_computes_every_step_and_gives_the_reason(more: dict[str, Any], why: str) -> None:
     """more: what the sampler reports of the sampling (fields of Sampling). why: the reason in the status."""
     ours = Samplings("forecast")

@@ -17,6 +17,7 @@ from samplings import EVERY_THIRD, STEPS, Adopted, call_of, evenly_spaced, few_s
 from lib_onediff.core import sampling, table
 from lib_onediff.core.call import PromptRows, half_of
 from lib_onediff.core.inputs import take_rows
+from lib_onediff.core.sampling import Solver
 from lib_onediff.core.settings import Settings
 from lib_onediff.core.table import ENOUGH, State
 from lib_onediff.runtime.rows import ResolutionRow
@@ -52,7 +53,7 @@ class Images(Adopted):
 
     @torch.no_grad()
     def sample(self, size: int = 8, steps: Sequence[float] = STEPS) -> None:
-        self.begin(steps, why_no_forecast=lambda: "")
+        self.begin(steps, solver=lambda: Solver.FIRST_ORDER)
         for at in steps:
             call = call_of(self.unet, at, size=size)
             call.latent[1] = call.latent[0]

@@ -15,8 +15,9 @@ from torch import Tensor
 
 import lib_onediff
 from lib_onediff.core.call import half_of
-from lib_onediff.core.sampling import FEW_STEP_MODEL, FEW_STEPS, UNANNOUNCED, UNKNOWN_SAMPLER, Step
+from lib_onediff.core.sampling import FEW_STEP_MODEL, FEW_STEPS, UNANNOUNCED, Solver, Step
 from lib_onediff.hosts.diffusers.module_forward import arguments_by_name
+from lib_onediff.hosts.diffusers.schedule import solver_of
 from lib_onediff.hosts.diffusers.unet import (
     NO_GUIDANCE,
     NO_PIPELINE,
@@ -25,6 +26,7 @@ from lib_onediff.hosts.diffusers.unet import (
     arguments_of_prompt,
 )
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.steps.forecast import UNKNOWN_SAMPLER
 from lib_onediff.steps.registry import step_policies
 
 __all__ = ["quiet"]
@@ -181,6 +183,24 @@ def test_only_first_order_schedulers_without_noise_have_forecasts(
         assert distance > 1e-4 and reason == ""
     else:
         assert distance < 1e-5 and "Euler and DDIM" in reason
+
+
+@pytest.mark.parametrize(("scheduler", "arguments", "solver"), [
+    ("EulerDiscreteScheduler", {}, Solver.FIRST_ORDER), ("DDIMScheduler", {}, Solver.FIRST_ORDER),
+    ("FlowMatchEulerDiscreteScheduler", {}, Solver.FIRST_ORDER),
+    ("FlowMatchEulerDiscreteScheduler", {"stochastic_sampling": True}, Solver.OTHER),
+    ("DPMSolverMultistepScheduler", {}, Solver.MULTISTEP),
+    ("DPMSolverMultistepScheduler", {"algorithm_type": "sde-dpmsolver++"}, Solver.OTHER),
+    ("DPMSolverMultistepScheduler", {"solver_order": 3}, Solver.OTHER),
+    ("EulerAncestralDiscreteScheduler", {}, Solver.OTHER), ("HeunDiscreteScheduler", {}, Solver.OTHER),
+])
+def test_the_solver_of_a_scheduler_is_known_by_its_class_and_configuration(
+    scheduler: str, arguments: dict[str, Any], solver: Solver
+) -> None:
+    """Schedulers that add noise, or compute with more outputs than the last two, have another solver; no scheduler has
+    an unknown one."""
+    assert solver_of(getattr(diffusers, scheduler)(**arguments)) is solver
+    assert solver_of(None) is Solver.UNKNOWN
 
 
 def test_without_a_pipeline_no_output_is_forecast() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lib_onediff.core.refusal import Refusal
-from lib_onediff.core.sampling import OTHER_SAMPLER, UNKNOWN_SAMPLER, Timeline
+from lib_onediff.core.sampling import Solver, Timeline
 from lib_onediff.hosts.sampler_schedule import OTHER_TIMESTEPS, sampling_of
 
 
@@ -143,36 +143,37 @@ def test_the_recorded_timesteps_of_ddim_leave_out_the_lowest_at_which_it_calls_n
 
 
 def test_with_samplers_that_choose_their_timesteps_while_they_run_the_steps_are_unknown() -> None:
-    """why_not: why OneDiff skips no work in this sampling. why_no_forecast: why it extrapolates no outputs. With an
-    unknown sampler (None), only the latter has a reason."""
+    """why_not: why OneDiff skips no work in this sampling. Without a sampler (None), there is no such reason, and the
+    solver is unknown."""
     for sampler in (BySigmas(dpm_fast), ByTimesteps(unipc)):
         assert "chooses its timesteps" in sampling_of(Generation(sampler)).why_not
     nothing = sampling_of(Generation(None))
-    assert (nothing.why_not, nothing.why_no_forecast()) == ("", UNKNOWN_SAMPLER)
+    assert (nothing.why_not, nothing.solver()) == ("", Solver.UNKNOWN)
 
 
-@pytest.mark.parametrize(("name", "why"), [
-    ("sample_euler", ""), ("sample_dpmpp_2m", OTHER_SAMPLER), ("sample_euler_ancestral", OTHER_SAMPLER),
+@pytest.mark.parametrize(("name", "solver"), [
+    ("sample_euler", Solver.FIRST_ORDER), ("sample_dpmpp_2m", Solver.MULTISTEP),
+    ("sample_euler_ancestral", Solver.OTHER), ("sample_dpmpp_2m_sde", Solver.OTHER), ("sample_heun", Solver.OTHER),
 ])
-def test_outputs_of_euler_can_be_extrapolated_but_not_those_of_other_samplers(name: str, why: str) -> None:
-    """Extrapolation needs a first-order sampler that adds no noise: Euler, or DDIM (see the next test). why: the reason
-    that why_no_forecast() must return."""
-    assert sampling_of(Generation(BySigmas(named(name, euler)))).why_no_forecast() == why
+def test_the_solver_of_a_sampler_is_known_by_the_name_of_its_function(name: str, solver: Solver) -> None:
+    """Samplers that add noise, or call the network twice a step, have another solver."""
+    assert sampling_of(Generation(BySigmas(named(name, euler)))).solver() is solver
 
 
-@pytest.mark.parametrize(("of_image", "of_settings", "why"), [
-    (None, None, ""), (0.0, 1.0, ""), (None, 0.5, OTHER_SAMPLER), (0.5, 0.0, OTHER_SAMPLER),
+@pytest.mark.parametrize(("of_image", "of_settings", "solver"), [
+    (None, None, Solver.FIRST_ORDER), (0.0, 1.0, Solver.FIRST_ORDER), (None, 0.5, Solver.OTHER),
+    (0.5, 0.0, Solver.OTHER),
 ])
-def test_outputs_of_ddim_can_be_extrapolated_only_with_an_eta_of_0(
-    webui: types.SimpleNamespace, of_image: float | None, of_settings: float | None, why: str
+def test_ddim_is_a_first_order_solver_only_with_an_eta_of_0(
+    webui: types.SimpleNamespace, of_image: float | None, of_settings: float | None, solver: Solver
 ) -> None:
     """With a larger eta, DDIM adds noise. of_image: the generation's eta, which takes precedence over of_settings, that
-    of the WebUI's settings. None: not set. why: the reason that why_no_forecast() must return."""
+    of the WebUI's settings. None: not set."""
     if of_settings is not None:
         webui.eta_ddim = of_settings
     generation: Any = Generation(ByTimesteps(named("ddim", with_eta)))
     generation.eta = of_image
-    assert sampling_of(generation).why_no_forecast() == why
+    assert sampling_of(generation).solver() is solver
 
 
 class DiscretePredictor(Wrapped):
@@ -232,4 +233,3 @@ def test_the_steps_of_anima_are_known_with_samplers_that_take_noise_levels(name:
     sigmas[0] *= 0.9999
     steps = [sampling.position(predictor.timestep(sigma[None])).step for sigma in sigmas]
     assert [step.index for step in steps] == list(range(20)) and {step.total for step in steps} == {20}
-    assert sampling.why_no_forecast() == ("" if name == "sample_euler" else OTHER_SAMPLER)

@@ -11,17 +11,20 @@ from torch import Tensor, nn
 
 from ...core.attempt import HostFunction
 from ...core.origins import package
-from ...core.sampling import Sampling, time_of
+from ...core.sampling import Sampling, Solver, time_of
 from ...families.leaf_reader import is_genuine
 from ...runtime.runtime import runtime
 from ..hooks import Replacement, TablePatch
-from ..schedule import HostMethod, replace_next_call, why_no_forecast
+from ..schedule import HostMethod, replace_next_call
 from .module_forward import keep_replaced
 
 # The name of a pipeline's method that LoopAnnouncer serves.
 BAR = "progress_bar"
-# Schedulers whose steps use one output of the network, and add no noise as pipelines call them (eta 0).
-FIRST_ORDER = ("EulerDiscreteScheduler", "DDIMScheduler", "FlowMatchEulerDiscreteScheduler")
+# The Solver of schedulers that add no noise as pipelines call them (eta 0), unless their configuration says so.
+SOLVERS = {
+    "EulerDiscreteScheduler": Solver.FIRST_ORDER, "DDIMScheduler": Solver.FIRST_ORDER,
+    "FlowMatchEulerDiscreteScheduler": Solver.FIRST_ORDER, "DPMSolverMultistepScheduler": Solver.MULTISTEP,
+}
 
 
 class LoopAnnouncer:
@@ -141,17 +144,23 @@ def sampling_of(scheduler: Callable[[], Any], guidance_scale: float | None = Non
     clock = Clock(scheduler)
     return Sampling(
         times=clock.times, read=clock.read, guidance_scale=guidance_scale,
-        why_no_forecast=lambda: why_no_forecast(type(scheduler()).__name__, is_first_order(scheduler())),
+        solver=lambda: solver_of(scheduler()),
     )
 
 
-def is_first_order(scheduler: Any) -> bool:
-    """Whether this is a scheduler of diffusers whose steps use one output of the network and add no noise, so that the
-    output may be extrapolated from earlier ones. False for a scheduler that is not in FIRST_ORDER, and for None."""
+def solver_of(scheduler: Any) -> Solver:
+    """The Solver of a scheduler; UNKNOWN for None. OTHER for a scheduler that adds noise, has an order above 2, which
+    was not measured, or is not one of diffusers' in SOLVERS."""
+    if scheduler is None:
+        return Solver.UNKNOWN
     kind = type(scheduler)
-    adds_noise = getattr(getattr(scheduler, "config", None), "stochastic_sampling", False)
-    is_known = kind.__name__ in FIRST_ORDER and package(kind.__module__) == "diffusers" and is_genuine(kind)
-    return is_known and not adds_noise
+    if package(kind.__module__) != "diffusers" or not is_genuine(kind):
+        return Solver.OTHER
+    config = getattr(scheduler, "config", None)
+    adds_noise = getattr(config, "stochastic_sampling", False) or "sde" in str(getattr(config, "algorithm_type", ""))
+    if adds_noise or getattr(config, "solver_order", 1) > 2:
+        return Solver.OTHER
+    return SOLVERS.get(kind.__name__, Solver.OTHER)
 
 
 class Clock:
