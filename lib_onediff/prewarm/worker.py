@@ -44,7 +44,10 @@ MOST_TIMES_THE_PIXELS = 4
 WORK_OF_A_SHAPE = (CHECKING, CAPTURING, MEASURING)
 # The reasons of WarmUp.why_not_ready before the first checkpoint, for users and load balancers.
 LOADING = "The WebUI is loading its checkpoint."
-NO_CHECKPOINT = "Sizes are to be pre-warmed, but no checkpoint is loaded yet: POST prewarm with one size loads it."
+NO_CHECKPOINT = (
+    "The settings want sizes pre-warmed, but no checkpoint is loaded yet: POST prewarm with any one size loads the "
+    "checkpoint."
+)
 
 
 @dataclass(eq=False)

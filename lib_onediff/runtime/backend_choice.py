@@ -37,7 +37,7 @@ log = logging.getLogger("onediff")
 NO_ROOM = "Low-bit is inactive: there is not enough GPU memory for the 8-bit weights, or to measure their error"
 NONE_IN_MAIN_MEMORY = "Low-bit only is inactive: the whole model is on the GPU, and no part of it in main memory"
 CHANGES_AT_EACH_CALL = (
-    "Low-bit is inactive: a LoRA or an extension changes the model's weights on the fly, perhaps at each step"
+    "Low-bit is inactive: an extension changes the model's weights on the fly, perhaps at each step"
 )
 TOO_LATE = (
     "Low-bit is inactive in this step: its error with this checkpoint has not been measured yet, and the last steps of "

@@ -26,7 +26,7 @@ SEVERAL_CALLS = (
     "besides one prompt and its negative prompt, each step computes other prompts (AND, regions), or extra passes of "
     "an extension (PAG)"
 )
-UNLIKE_HALVES = "prompt and negative prompt are computed from different latents (by an extension or a script?)"
+UNLIKE_HALVES = "prompt and negative prompt are computed from different latents, maybe by an extension or a script"
 # A step that is earlier than the setting by this fraction of the sampling counts as late enough, because the fractions
 # of steps are rounded.
 ROUNDING = 1e-6

@@ -35,7 +35,7 @@ SPEED = "speed"
 NOT_SERVED = "not accelerated"
 VAE_ALONE = "only the VAE accelerated"
 # A sentence of problem_of.
-NO_SWITCH = "Its OneDiff options are not set at all, because they do not begin with on or off."
+NO_SWITCH = "None of its OneDiff options are used, because they do not begin with on or off."
 # Separates the parts of a text.
 PARTS = re.compile(r"[;\n]")
 # See paste_functions.

@@ -25,7 +25,7 @@ CELL = "onediff_axes"
 DIGITS = 8
 # An error that ends the plot, and a note below a cell's images.
 SWITCHED_OFF = "OneDiff is switched off in the settings tab, so this axis would change nothing."
-OFF_FOR_THIS_RUN = "OneDiff is off for this run, so its axes change nothing; tick 'Use OneDiff'."
+OFF_FOR_THIS_RUN = "OneDiff is off for this run, so the plot's OneDiff axes change nothing; tick 'Use OneDiff'."
 Standing = Callable[[], Settings]
 
 

@@ -127,7 +127,7 @@ def check_numbers(network: str, values: Tensor) -> None:
     if not torch.isfinite(values).all():
         raise Refusal(
             f"The {network} produced numbers that are not finite (NaN or infinity), so there is no image. "
-            "The model file may be damaged, or the model may need a higher precision."
+            "The model file may be damaged, or the model may need a higher precision than this page uses."
         )
 
 

@@ -133,7 +133,7 @@ class OneFlow(Device):
         if call.patches is not None:
             raise Refusal("OneFlow does not support extensions that run functions inside the model")
         if call.cut is not None:
-            raise Refusal("OneFlow cannot compute the steps that DeepCache shortens")
+            raise Refusal("OneFlow does not support DeepCache")
         if call.additions:
             raise Refusal(f"OneFlow does not support {', '.join(call.additions)}")
         # One failed graph would switch OneFlow off for all networks (failure), so none is tried for a transformer.

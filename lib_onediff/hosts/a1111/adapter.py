@@ -52,7 +52,7 @@ NO_TAG = "<none>"
 # Reasons for users why the prompt's rows of a call are unknown; core.call has two more (APART, OTHER_ROWS).
 NO_STEP = "this step does not come from the WebUI's own sampling loop"
 SEVERAL_PROMPTS = "AND joins several prompts"
-OTHER_PROMPTS = "an extension uses other prompts than the WebUI at this step"
+OTHER_PROMPTS = "an extension replaces the WebUI's prompts in this step"
 
 
 def release() -> str:

@@ -105,7 +105,10 @@ def weight_files(part: Path) -> list[str]:
     names = sorted(os.listdir(part))
     found = [name for name in names if name.endswith(WEIGHTS) and (part / name).is_file()]
     if not found:
-        raise Refusal(f"There are no .safetensors weights in the folder {part.name}.")
+        raise Refusal(
+            f"There are no .safetensors weights in the folder {part.name}, so the model is not loaded: of a folder, "
+            "OneDiff loads no other kind of weights."
+        )
     for name in names:
         if as_systems_compare(name).endswith(".json") and name.count(".") > 1:
             check_index(part / name, found)
