@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .call import Call
-from .family import AttentionShapes
+from .family import AttentionShapes, Layout
 from .key import Lossy
 from .layer_weights import Source
 from .operators import Operators
@@ -156,11 +156,11 @@ class Device(abc.ABC):
         the call, and the backend refuses instead of running a test that takes seconds.
         """
 
-    def refuse_call(self, call: Call, weight_marks: Sequence[str], kernel_users: Sequence[Any]) -> None:
+    def refuse_call(self, call: Call, weight_marks: Sequence[str], layout: Layout) -> None:
         """Raise Refusal, with the reason for the user, if the backend cannot compute this call.
 
-        weight_marks: words for how the host computes with its weights (runtime.network.Network.weight_marks).
-        kernel_users: the network's; see core.family.Layout.
+        weight_marks: words for how the host computes with its weights (runtime.network.Network.weight_marks). layout:
+        of the network. This is called before each call that no plan answers, so it must not take long.
         """
 
     def allowed_error(self, dtype: torch.dtype) -> float:

@@ -358,7 +358,7 @@ class OneCard:
     def _admitted(self, device: Device, call: Call, lossy: Lossy, flags: Flags) -> Entry:
         """As _entry, but raises Refusal if the backend does not compute such calls, such as patched calls with 8-bit
         products. device: the backend."""
-        device.refuse_call(call, self.network.weight_marks, self.network.bound.layout.kernel_users)
+        device.refuse_call(call, self.network.weight_marks, self.network.bound.layout)
         if call.patches is not None and lossy != LOSSLESS:
             # Between 8-bit operators, activations are quantized tensors, which functions of extensions cannot take.
             raise Refusal("Low-bit is inactive: an extension computes inside the model")

@@ -95,7 +95,7 @@ class ToyDevice(Eager):
         super().__init__()
         self.calls = 0
 
-    def refuse_call(self, call: Call, weight_marks: Any, kernel_users: Any) -> None:
+    def refuse_call(self, call: Call, weight_marks: Any, layout: Any) -> None:
         if call.latent.shape[-1] > 16:
             raise Refusal("it is too wide for a toy")
 

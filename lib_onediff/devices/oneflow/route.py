@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...core.call import Call
 from ...core.device import Device, Traits
-from ...core.family import Output
+from ...core.family import Layout, Output
 from ...core.fields import mapped, tensors_of
 from ...core.inputs import cloned_inputs
 from ...core.key import ShapeKey
@@ -122,9 +122,9 @@ class OneFlow(Device):
             raise Refusal(lack)
         self._variables = oneflow_variables(settings)
 
-    def refuse_call(self, call: Call, weight_marks: Sequence[str], kernel_users: Sequence[Any]) -> None:
+    def refuse_call(self, call: Call, weight_marks: Sequence[str], layout: Layout) -> None:
         """Raise Refusal, with the reason, if OneFlow cannot compute this call. It serves whole UNets with plain
-        weights, on the device of its first graph. weight_marks, kernel_users: see Device.refuse_call."""
+        weights, on the device of its first graph. weight_marks, layout: see Device.refuse_call."""
         if weight_marks:
             # Its graphs contain the addresses of the stored weights, and read these as they are.
             raise Refusal(f"the backend {self.name} does not support {' and '.join(weight_marks)}")
@@ -137,7 +137,7 @@ class OneFlow(Device):
         if call.additions:
             raise Refusal(f"OneFlow does not support {', '.join(call.additions)}")
         # One failed graph would switch OneFlow off for all networks (failure), so none is tried for a transformer.
-        if any(isinstance(layer, NO_OPERATOR) for layer in kernel_users):
+        if any(isinstance(layer, NO_OPERATOR) for layer in layout.kernel_users):
             raise Refusal(NOT_A_UNET)
 
     def allowed_error(self, dtype: torch.dtype) -> float:
