@@ -140,10 +140,10 @@ def test_final_latents_are_close_to_those_of_the_package_by_the_authors_of_deepc
     layout: dict[str, Any], branch: int, interval: int
 ) -> None:
     """branch: the package's cache_branch_id. Seven steps, because the package's schedules for intervals 2 and 3 then
-    end with a full pass, as ours always do. A multistep sampler, because with it OneDiff reuses the deep feature
-    unchanged, as the package does."""
+    end with a full pass, as ours always do. With UniPC, OneDiff reuses the deep feature unchanged, as the package does
+    with every sampler."""
     name = "StableDiffusionXLPipeline" if layout is SDXL else "StableDiffusionPipeline"
-    pipe = pipeline(name, layout, "DPMSolverMultistepScheduler")
+    pipe = pipeline(name, layout, "UniPCMultistepScheduler")
     exact = picture(pipe)
     expected = theirs(pipe, 7, interval, branch)
     found = ours(pipe, 7, interval, branch)
