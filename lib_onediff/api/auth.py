@@ -19,7 +19,7 @@ OURS = f"{__name__.partition('.')[0]}.ui."
 HOSTS_OWN = "/sdapi/v1/txt2img"
 # The path at which gradio tells whether a request has a login; since gradio 5, it has a prefix.
 LOGIN_CHECK = f"{getattr(getattr(gr, 'route_utils', None), 'API_PREFIX', '')}/login_check"
-NO_CHECK = "This WebUI asks for an account by --api-auth, in a way that OneDiff does not support."
+NO_CHECK = "This WebUI checks the accounts of --api-auth in a way that OneDiff does not know, so its API is closed."
 NO_PAGE = "There is no page to log in on with --nowebui: start the WebUI with --api-auth to use its API."
 LOG_IN = "Log in on the WebUI's page first, and send its cookie{}."
 OR_BY_API_AUTH = "; or start the WebUI with --api-auth"

@@ -18,7 +18,7 @@ CACHED = "cached"
 # Reasons, for users, why it is unknown which rows of a call are the prompt's.
 APART = (
     "the prompt and the negative prompt are computed in separate calls (A1111: switch on 'Batch cond/uncond'; Forge: "
-    "free VRAM), or there is no negative prompt"
+    "free VRAM), or the negative prompt is not computed at all (CFG scale 1?)"
 )
 OTHER_ROWS = "the step also computes images that belong to neither the prompt nor the negative prompt (tiles?)"
 # The reason, for users, why some rows of a call cannot be computed without the others.

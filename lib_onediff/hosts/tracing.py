@@ -38,8 +38,8 @@ def must_be_whole() -> bool:
         whole = True
     if whole:
         log.warning(
-            "The model is compiled by torch.compile with fullgraph=True. OneDiff cannot speed up code compiled so; the "
-            "images are the same as without OneDiff."
+            "The model is compiled by torch.compile with fullgraph=True, so OneDiff cannot speed it up; the images are "
+            "the same as without OneDiff. To use OneDiff, compile the model without fullgraph=True."
         )
     return whole
 

@@ -131,8 +131,8 @@ def check_tokens(tokens: int) -> None:
     if tokens < TOKENS or tokens % TOKENS or tokens > TOKEN_CHOICES[-1]:
         *choices, last = map(str, TOKEN_CHOICES)
         raise ValueError(
-            f"tokens must be {', '.join(choices)} or {last} ({TOKENS} for each begun {TOKENS - 2} tokens of the "
-            f"prompt), not {tokens}; no size was queued."
+            f"tokens must be {', '.join(choices)} or {last} ({TOKENS} for every {TOKENS - 2} tokens of the "
+            f"prompt, rounded up), not {tokens}; no size was queued."
         )
 
 

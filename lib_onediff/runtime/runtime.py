@@ -41,8 +41,8 @@ NOT_HANDED_OVER = "OneDiff is not switched on for this model"
 # The reason, for users, of a call with a fault of ours. It stays if the host raises too, because then the inputs were
 # wrong; if the host answers, Guard.give_up's sentence replaces it.
 NOT_UNDERSTOOD = (
-    "OneDiff failed in this step ({}), so it runs without OneDiff: if that fails too (no image), an extension or a "
-    "script gives wrong inputs"
+    "OneDiff failed in this step ({}), so it runs without OneDiff: if it fails again (no image), an extension or a "
+    "script gives the model wrong inputs"
 )
 # Bytes beside the weights that a step of the largest UNet takes in the host's forward, if the host does not split it.
 HOST_NEEDS = 1 << 30

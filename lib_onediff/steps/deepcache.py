@@ -23,7 +23,10 @@ from .prompts import Prompts
 from .schedules import TRANSFORMER, Schedule, schedule_for
 
 # The reason of a refusal, for users.
-NO_CUT = "this model has no inner layers to leave out; 'DeepCache depth' 0 works, which extrapolates its output instead"
+NO_CUT = (
+    "this model has no inner layers to leave out: set 'DeepCache depth' to 0, which extrapolates the model's output "
+    "instead"
+)
 # The largest extrapolation that was measured, in multiples of the distance between the two known features' steps.
 FARTHEST = 1.5
 

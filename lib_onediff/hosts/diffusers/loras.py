@@ -63,7 +63,7 @@ class LoraReader:
             if layer._disable_adapters and layer.merged_adapters:
                 raise Refusal(
                     "a LoRA is merged into the weights (fuse_lora) but switched off, so peft takes it out during this "
-                    "call: call pipe.unfuse_lora() before"
+                    "call: call pipe.unfuse_lora() first"
                 )
             factors = active_factors(layer)
             if factors:

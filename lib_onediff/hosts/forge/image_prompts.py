@@ -68,7 +68,7 @@ def read_image_prompts(
     count = len(first.weights)
     rows = latent.shape[0]
     if not order or rows % len(order):
-        raise Refusal("prompt and negative prompt do not have the same number of images in this batch")
+        raise Refusal("this batch does not consist of equal parts for the prompt and the negative prompt")
     if any(len(one.weights) != count for one in functions.values()):
         raise Refusal("not all layers of the model use the same number of IP-Adapters")
     places = {key: queries_at(unet, key) for key in functions}
