@@ -43,7 +43,7 @@ def test_images_show_the_emoji_of_the_prompt(model: LoadedModel, judge: Judge, s
 
 
 @pytest.mark.parametrize(("changes", "said"), [
-    ({"width": 264}, "multiple of 16"), ({"sampler_name": "Euler a"}, "there are Euler"),
+    ({"width": 264}, "multiple of 16"), ({"sampler_name": "Euler a"}, "choose from Euler"),
 ])
 def test_unsupported_sizes_and_samplers_are_refused(
     model: LoadedModel, changes: dict[str, Any], said: str
