@@ -203,7 +203,7 @@ def test_the_negative_prompt_is_not_skipped_if_the_options_do_not_identify_the_p
 @a1111
 @pytest.mark.parametrize(("conds", "negatives", "batch", "reason"), [
     (2, 1, 3, "AND joins several prompts"), (1, 1, 1, "separate calls"), (1, 1, 3, "neither the prompt nor"),
-    (1, 1, 2, "other prompts"), (0, 0, 2, "own sampling loop"),
+    (1, 1, 2, "replaces the WebUI's prompts"), (0, 0, 2, "own sampling loop"),
 ])
 def test_the_negative_prompt_is_not_skipped_if_the_callback_of_a1111_does_not_describe_the_rows(
     host: Host, conds: int, negatives: int, batch: int, reason: str
